@@ -1,0 +1,47 @@
+"""The only reader of os.environ.
+
+RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned tiles
+                       (default: $XDG_CACHE_HOME/ridgeline, else ~/.cache/ridgeline)
+RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
+                       an explicit `impl=` argument beats it, it beats the heuristic
+RANK, LOCAL_RANK, WORLD_SIZE   set by torchrun
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """The user cache folder (not created here)."""
+    if own := os.environ.get("RIDGELINE_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "ridgeline"
+    return Path.home() / ".cache" / "ridgeline"
+
+
+def impl_override(op: str) -> str | None:
+    """The implementation that the environment asks for, or None."""
+    return os.environ.get(f"RIDGELINE_IMPL_{op.upper()}") or None
+
+
+def rank() -> int:
+    """Global rank under torchrun; 0 for a single process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Rank on this node under torchrun; 0 for a single process."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes under torchrun; 1 for a single process."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def triton_interpreted() -> bool:
+    """True where Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")

@@ -1,0 +1,1 @@
+"""On-disk forms of quantized weights, one class a format."""

@@ -1,0 +1,144 @@
+"""The attention problem: shapes, dtypes and options of one call, and what an implementation receives.
+
+    S = softcap(scale * Q K^T) + bias - alibi ; mask ; P = softmax([S, sink]) ; O = dropout(P) V
+
+Meaning shared by every implementation:
+- causal is bottom-right aligned: query i of S sees keys j <= i + T - S;
+- a window (left, right) is inclusive: i + T - S - left <= j <= i + T - S + right, None is unbounded;
+- a row with nothing to attend to gives O = 0 and LSE = -inf (with a sink: LSE = the sink);
+- H / G query heads share a key/value head; head h reads key/value head h // (H / G);
+- softmax_scale defaults to 1 / sqrt(D); LSE is natural-log, fp32, of the scaled, masked scores
+  (the sink included).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ridgeline.core.dtypes import itemsize_bytes
+from ridgeline.core.roofline import Cost
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """What `select` sees. For varlen, seqlen_q and seqlen_k are the longest of the batch."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    """0 is off."""
+    dropout: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    bias: bool = False
+    varlen: bool = False
+    """Packed by cu_seqlens."""
+    seqused: bool = False
+    """Per-sequence used lengths."""
+    page_size: int | None = None
+    """Tokens of a page of the KV cache; None is contiguous."""
+    kv_cache: bool = False
+    """A call of flash_attn_with_kvcache."""
+    needs_grad: bool = False
+    deterministic: bool = False
+    """Backward must be bitwise repeatable."""
+    mods: bool = False
+    """A user's score_mod or mask_mod."""
+    direction: str = "fwd"
+    """fwd or bwd, for cost and tile config."""
+
+    @property
+    def op(self) -> str:
+        return "attention"
+
+    def num_pairs(self) -> int:
+        """Query-key pairs of one head and sequence that the mask leaves."""
+        shift = self.seqlen_k - self.seqlen_q
+        query = np.arange(self.seqlen_q, dtype=np.int64)
+        right = 0 if self.causal else self.window_right
+        if self.causal and self.window_right is not None:
+            right = min(0, self.window_right)
+        last = self.seqlen_k - 1
+        high = (
+            np.full_like(query, last) if right is None else np.minimum(last, query + shift + right)
+        )
+        left = self.window_left
+        low = np.zeros_like(query) if left is None else np.maximum(0, query + shift - left)
+        return int(np.maximum(0, high - low + 1).sum())
+
+    def cost(self) -> Cost:
+        """FLOPs on what the mask leaves (4 a pair and dim forward, x 2.5 backward) and least bytes.
+
+        Source of the counting: FlashAttention-2 paper, section 4.1 (causal counted exactly here).
+        """
+        rows = self.seqlen_q
+        dims = self.head_dim + self.head_dim_v
+        flops = 2.0 * self.batch * self.heads * self.num_pairs() * dims
+        size = itemsize_bytes(self.dtype)
+        q = self.batch * self.heads * rows * self.head_dim
+        o = self.batch * self.heads * rows * self.head_dim_v
+        kv = self.batch * self.kv_heads * self.seqlen_k * (self.head_dim + self.head_dim_v)
+        lse = 4.0 * self.batch * self.heads * rows
+        if self.direction == "bwd":
+            return Cost(flops=2.5 * flops, bytes=size * (2.0 * q + 2.0 * o + 2.0 * kv) + lse)
+        return Cost(flops=flops, bytes=size * float(q + o + kv) + lse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The options that change the meaning; scalars only (a compile key of a kernel)."""
+
+    softmax_scale: float
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionExtras:
+    """The optional tensors of a call, validated by op.py; None where not given.
+
+    Dense calls have q_BSHD, k_BTGD, v_BTGD; varlen calls q_PHD, k_PGD, v_PGD with cu_seqlens.
+    """
+
+    cu_seqlens_q: torch.Tensor | None = None
+    """int32 [B + 1], starts of sequences in the packed queries."""
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    """Longest query sequence of a varlen batch (host integer: no sync)."""
+    max_seqlen_k: int | None = None
+    seqused_q: torch.Tensor | None = None
+    """int32 [B], used prefix of each query sequence; rows beyond give O = 0, LSE = -inf."""
+    seqused_k: torch.Tensor | None = None
+    """int32 [B], used prefix of each key sequence (cache_seqlens of a KV cache)."""
+    leftpad_k: torch.Tensor | None = None
+    """int32 [B], first valid key of each sequence; keys before it do not exist."""
+    page_ids_BU: torch.Tensor | None = None
+    """int32, pages of each sequence; k and v are then [pages, W, G, D]."""
+    alibi_slopes: torch.Tensor | None = None
+    """fp32 [H] or [B, H]; the score gets -slope * |i + T - S - j|."""
+    sinks_H: torch.Tensor | None = None
+    """fp32 [H], one logit a head in the softmax's denominator."""
+    bias: torch.Tensor | None = None
+    """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is."""
+    dropout_seed: int = 0
+    dropout_offset: int = 0
+    """Counter-based RNG: the mask is a function of (seed, offset, batch, head, i, j) only; see rng.py."""
