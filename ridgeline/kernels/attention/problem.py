@@ -1,4 +1,4 @@
-"""The attention problem: shapes, dtypes and options of one call, and what an implementation receives.
+"""The attention problem: shapes, dtypes and options of one call.
 
     S = softcap(scale * Q K^T) + bias - alibi ; mask ; P = softmax([S, sink]) ; O = dropout(P) V
 
@@ -141,4 +141,4 @@ class AttentionExtras:
     """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is."""
     dropout_seed: int = 0
     dropout_offset: int = 0
-    """Counter-based RNG: the mask is a function of (seed, offset, batch, head, i, j) only; see rng.py."""
+    """Counter-based RNG: the mask is a function of (seed, offset, batch, head, i, j); see rng.py."""

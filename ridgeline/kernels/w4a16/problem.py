@@ -1,4 +1,4 @@
-"""The W4A16 problem: out_MN = act_MK @ dequant(W)_NK^T (+ bias_N), int4 weights, 16-bit activations."""
+"""The W4A16 problem: out_MN = act_MK @ dequant(W)_NK^T (+ bias_N), packed int4 weights."""
 
 from __future__ import annotations
 
