@@ -88,7 +88,9 @@ def _rich_task(name: str, total: float | None, unit: str) -> Iterator[Advance]:
         handle = bar.add_task(name, total=total, note="")
 
         def advance(amount: float = 1, *, note: str = "") -> None:
-            bar.update(handle, advance=amount, **({"note": note} if note else {}))
+            bar.update(handle, advance=amount)
+            if note:
+                bar.update(handle, note=note)
 
         yield advance
 
