@@ -1,0 +1,1 @@
+"""Attention: FlashAttention's functions, several implementations behind one meaning."""
