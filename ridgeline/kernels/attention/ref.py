@@ -84,7 +84,7 @@ def _one_sequence(q_SHD, k_TGD, v_TGV, sequence: Sequence, options, extras):
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
     """The reference in fp32 (fp64 inputs: fp64) -> (out in q's dtype, lse_ln fp32)."""
     out, lse = attention_ref(q, k, v, options, extras, _compute_dtype(q))
-    return out.to(q.dtype), lse.float()
+    return out.to(q.dtype), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads:
