@@ -238,9 +238,11 @@ def flash_attn_with_kvcache(
     """
     left, right = window_bounds(window_size)
     _check_cache_call(q, k, v, cache_seqlens, rotary_cos, _needs_grad(q, k_cache, v_cache, k, v))
-    batch = q.shape[0]
+    host_length = None
     if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        host_length = _checked_length(cache_seqlens, k_cache, block_table)
+        length = (q.shape[0],)
+        cache_seqlens = torch.full(length, host_length, dtype=torch.int32, device=q.device)
     seqused = cache_seqlens
     if cache_seqlens is not None and k is not None and v is not None:
         where = Where(
@@ -254,6 +256,10 @@ def flash_attn_with_kvcache(
             if not causal and left is None and right is None:
                 positions_BS = positions_BS[:, :1].expand_as(positions_BS)
             q = rotate(q, rotary_cos, rotary_sin, positions_BS, rotary_interleaved)
+    plain = block_table is None and cache_batch_idx is None and cache_leftpad is None
+    if host_length is not None and plain and q.device.type == "cpu":
+        used = slice(0, host_length + (k.shape[1] if k is not None else 0))
+        k_cache, v_cache, seqused = k_cache[:, used], v_cache[:, used], None
     a = Arguments(
         q=q,
         k=k_cache,
@@ -307,6 +313,21 @@ def _seed_offset(dropout_p: float, seed: int | None, offset: int) -> torch.Tenso
     if not 0 <= seed < 2**63:
         raise bad_value("attention", "dropout_seed", "be in [0, 2^63)", seed, "reduce it")
     return torch.tensor([seed, offset], dtype=torch.int64)
+
+
+def _checked_length(
+    cache_seqlens: int, k_cache: torch.Tensor, block_table: torch.Tensor | None
+) -> int:
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if not 0 <= cache_seqlens <= capacity:
+        raise bad_value(
+            "attention",
+            "cache_seqlens",
+            f"be in [0, {capacity}], the cache's size",
+            cache_seqlens,
+            "allocate a longer cache",
+        )
+    return cache_seqlens
 
 
 def _check_packed(name: str, packed: torch.Tensor, parts: int) -> None:
