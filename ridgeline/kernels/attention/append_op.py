@@ -1,4 +1,4 @@
-"""The append operator ridgeline::kv_append_: mutates the cache, so torch.compile keeps its order."""
+"""The append operator ridgeline::kv_append_; it mutates the cache, so compiled code keeps order."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ SCHEMA = (
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "
     "Tensor? kv_batch_idx, Tensor? block_table, Tensor? alibi_slopes, Tensor? seed_offset, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, bool causal, "
-    "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, bool deterministic, "
-    "int num_splits, bool kv_cache, bool needs_grad, str? impl"
+    "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
+    "bool deterministic, int num_splits, bool kv_cache, bool needs_grad, str? impl"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,7 +61,6 @@ class Arguments:
     kv_cache: bool = False
     needs_grad: bool = False
     impl: str | None = None
-
 
     @property
     def varlen(self) -> bool:
@@ -182,7 +181,10 @@ def window_bounds(window_size: tuple[int | None, int | None]) -> tuple[int | Non
 
 
 def check(a: Arguments) -> None:
-    """Refuse, by name, what a caller got wrong. Raises: ValueError, TypeError, NotImplementedError."""
+    """Refuse, by name, what a caller got wrong.
+
+    Raises: ValueError, TypeError, NotImplementedError.
+    """
     _check_scalars(a)
     _check_heads(a)
     _check_dense_shapes(a)
@@ -212,7 +214,9 @@ def _check_heads(a: Arguments) -> None:
     kv_rank = 4 if a.block_table is not None else rank
     for name, tensor, want in (("q", a.q, rank), ("k", a.k, kv_rank), ("v", a.v, kv_rank)):
         if tensor.dim() != want:
-            layout = "[tokens, heads, head_dim]" if want == 3 else "[batch, seqlen, heads, head_dim]"
+            layout = (
+                "[tokens, heads, head_dim]" if want == 3 else "[batch, seqlen, heads, head_dim]"
+            )
             raise _value(name, f"be {layout}", f"{tensor.dim()} dims", "reshape it")
         if tensor.dtype not in DTYPES:
             raise bad_type(
@@ -227,10 +231,15 @@ def _check_heads(a: Arguments) -> None:
     heads, kv_heads = a.q.shape[-2], a.k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise _value(
-            "k", f"have a number of heads that divides q's {heads}", kv_heads, "repeat or drop heads"
+            "k",
+            f"have a number of heads that divides q's {heads}",
+            kv_heads,
+            "repeat or drop heads",
         )
     if a.k.shape[-1] != a.q.shape[-1] or a.q.shape[-1] == 0:
-        raise _value("k", f"have q's head_dim {a.q.shape[-1]}", a.k.shape[-1], "project to one size")
+        raise _value(
+            "k", f"have q's head_dim {a.q.shape[-1]}", a.k.shape[-1], "project to one size"
+        )
     if a.v.shape[:-1] != a.k.shape[:-1] or a.v.shape[-1] == 0:
         raise _value(
             "v",
@@ -244,9 +253,7 @@ def _check_dense_shapes(a: Arguments) -> None:
     if a.varlen or a.block_table is not None:
         return
     if a.kv_batch_idx is None and a.k.shape[0] != a.q.shape[0]:
-        raise _value(
-            "k", f"have q's batch {a.q.shape[0]}", a.k.shape[0], "or give cache_batch_idx"
-        )
+        raise _value("k", f"have q's batch {a.q.shape[0]}", a.k.shape[0], "or give cache_batch_idx")
 
 
 def _check_vector(a: Arguments, name: str, length: int) -> torch.Tensor | None:
@@ -331,7 +338,11 @@ def _check_pages(a: Arguments) -> None:
         raise _value("cache_seqlens", "be given with block_table", None, "give each length")
     if a.kv_batch_idx is not None:
         raise unsupported(
-            "attention", "cache_batch_idx", "be None with block_table", "a tensor", "use block_table"
+            "attention",
+            "cache_batch_idx",
+            "be None with block_table",
+            "a tensor",
+            "use block_table",
         )
     if a.needs_grad:
         raise unsupported(
@@ -353,7 +364,9 @@ def _check_extras(a: Arguments) -> None:
     if a.alibi_slopes is not None:
         if tuple(a.alibi_slopes.shape) not in ((heads,), (a.batch, heads)):
             got = tuple(a.alibi_slopes.shape)
-            raise _value("alibi_slopes", f"be ({heads},) or ({a.batch}, {heads})", got, "reshape it")
+            raise _value(
+                "alibi_slopes", f"be ({heads},) or ({a.batch}, {heads})", got, "reshape it"
+            )
         if a.alibi_slopes.dtype != torch.float32:
             got = a.alibi_slopes.dtype
             raise bad_type("attention", "alibi_slopes", "be fp32", got, "call .float()")

@@ -1,14 +1,15 @@
-"""Attention on a CPU: PyTorch's fused CPU kernel where it can do the problem, blocks of rows for the rest.
+"""Attention on a CPU: PyTorch's fused CPU kernel where it can, blocks of rows for the rest.
 
 The fused kernel (flash tiling, memory linear in length, forward and backward) knows no bottom-right
 causal mask, window, sinks or grouped heads; they are put around it:
-- causal with T > S: the first T - S keys unmasked, the last S as a square causal call, joined by LSE;
+- causal with T > S: the first T - S keys unmasked, the last S as a square causal call, joined by
+  LSE;
 - window and ALiBi: blocks of queries against the slice of keys they can see, with an additive mask;
 - sinks: O and LSE corrected afterwards, O' = O exp(LSE - LSE'), LSE' = logaddexp(LSE, sink);
 - grouped heads: the H / G query heads of a group are folded into rows (one decode token of a group
   reads its K and V once), or K and V repeated where a mask forbids that.
-Backward passes the final O and LSE to the kernel's backward call by call: P = exp(S - LSE) is then the
-whole softmax's P (the property ring attention uses; Liu et al., "Ring Attention", 2023).
+Backward passes the final O and LSE to the kernel's backward call by call: P = exp(S - LSE) is then
+the whole softmax's P (the property ring attention uses; Liu et al., "Ring Attention", 2023).
 Softcap, dropout, bias and a gradient of LSE take the general path: blocks of rows in fp32 matmuls.
 Numerics: softmax and accumulation in fp32. Decode moves K and V once: bound by memory bandwidth.
 Source: FlashAttention-2 (Dao, 2023), section 3.1, for the recomputation in backward.
@@ -235,9 +236,7 @@ def _fused_backward(
         if (calls[0].lo, calls[0].hi) == (0, part.seqlen_k):
             return (*results[0], dsinks)
     wide = torch.float64 if part.q_BSHD.dtype == torch.float64 else torch.float32
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=wide) for x in (part.q_BSHD, part.k_BTGD, part.v_BTGV)
-    )
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (part.q_BSHD, part.k_BTGD, part.v_BTGV))
     for call, (one_dq, one_dk, one_dv) in zip(calls, results, strict=True):
         dq[:, call.i0 : call.i1] += one_dq
         dk[:, call.lo : call.hi] += one_dk

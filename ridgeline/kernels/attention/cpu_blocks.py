@@ -37,8 +37,12 @@ class Grads:
     @staticmethod
     def zeros(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: AttentionExtras) -> Grads:
         """Start at zero."""
-        given = (q, k, v, extras.sinks_H, extras.bias)
-        return Grads(*(None if t is None else torch.zeros(t.shape, dtype=wide(q)) for t in given))  # type: ignore[arg-type]
+        dq, dk, dv = (torch.zeros(t.shape, dtype=wide(q)) for t in (q, k, v))
+        dsinks, dbias = (
+            None if t is None else torch.zeros(t.shape, dtype=wide(q))
+            for t in (extras.sinks_H, extras.bias)
+        )
+        return Grads(dq, dk, dv, dsinks, dbias)
 
     def add(
         self,
@@ -246,7 +250,8 @@ def backward(
         dq[:, :, rows] = _by_head(ds @ x.k_BGTD[:, :, keys], H)
         dk[:, :, keys] += ds.transpose(-1, -2) @ _grouped(x.q_BHSD[:, :, rows], G)
     dsinks = None if extras.sinks_H is None else sink_gradient(given, extras.sinks_H)
-    grads.add(part, *(t.transpose(1, 2) for t in (dq, dk, dv)), dsinks)
+    dq_BSHD, dk_BTGD, dv_BTGV = (t.transpose(1, 2) for t in (dq, dk, dv))
+    grads.add(part, dq_BSHD, dk_BTGD, dv_BTGV, dsinks)
 
 
 def _minus_delta(given: Given) -> torch.Tensor:
@@ -261,5 +266,3 @@ def sink_gradient(given: Given, sinks_H: torch.Tensor) -> torch.Tensor:
     lse = given.lse_BHS
     p_sink = torch.exp(sinks_H.to(lse.dtype)[:, None] - lse).masked_fill(lse == NEG_INF, 0.0)
     return (p_sink * _minus_delta(given)).sum(dim=(0, 2))
-
-

@@ -1,10 +1,11 @@
-"""The attention operators: ridgeline::attention and its backward, with fake and autograd registrations.
+"""The attention operators ridgeline::attention and its backward: registrations and dispatch.
 
 One forward operator returns (out, lse), both differentiable; one backward operator returns every
 gradient (empty tensors where there is none). Both validate nothing twice: forward checks its
 arguments, chooses an implementation (the decision is cached by problem) and calls its module.
 torch.compile sees two opaque operators, so fullgraph works and nothing recompiles for lengths.
-Source: PyTorch, "Custom operators", https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html
+Source: PyTorch, "Custom operators",
+https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ def _decide(
 
 def module_for(a: Arguments, direction: str) -> Any:
     """The module of the implementation that takes a call; the decision is cached."""
-    return _decide(
-        a.problem(direction), a.q.device, a.impl, env.impl_override("attention")
-    )
+    return _decide(a.problem(direction), a.q.device, a.impl, env.impl_override("attention"))
 
 
 @torch.library.impl("ridgeline::attention", ("cpu", "cuda"), lib=_lib)
@@ -72,13 +71,18 @@ def _attention(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.impl("ridgeline::attention_backward", ("cpu", "cuda"), lib=_lib)
 def _attention_backward(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *values: Any
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *values: Any,
 ) -> tuple[torch.Tensor, ...]:
     given = Arguments(*values)
     a = with_fp32_sinks(given)
     module = module_for(a, "bwd")
     grads = module.backward(dout, dlse, a.q, a.k, a.v, out, lse, a.options(), a.extras())
-    wanted = zip((grads.dq, grads.dk, grads.dv, grads.dsinks, grads.dbias), _DIFFERENTIABLE)
+    found = (grads.dq, grads.dk, grads.dv, grads.dsinks, grads.dbias)
+    wanted = zip(found, _DIFFERENTIABLE, strict=True)
     return tuple(
         dout.new_empty(0) if grad is None else grad.to(getattr(given, name).dtype).contiguous()
         for grad, name in wanted
@@ -96,12 +100,18 @@ def _attention_fake(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.register_fake("ridgeline::attention_backward", lib=_lib)
 def _attention_backward_fake(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *values: Any
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *values: Any,
 ) -> tuple[torch.Tensor, ...]:
     a = Arguments(*values)
     given = (getattr(a, name) for name in _DIFFERENTIABLE)
     return tuple(
-        dout.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        dout.new_empty(0)
+        if t is None
+        else torch.empty_like(t, memory_format=torch.contiguous_format)
         for t in given
     )
 

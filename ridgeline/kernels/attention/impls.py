@@ -1,7 +1,7 @@
 """The attention implementations, one registration each: name, where it runs, what it refuses.
 
-Priorities: cute_sm90 400 > triton 300 > cpu 200 > ref 100 > tiled 0 (documentation, asked for by name).
-A module is imported only when its implementation is chosen.
+Priorities: cute_sm90 400 > triton 300 > cpu 200 > ref 100 > tiled 0 (documentation, asked for by
+name). A module is imported only when its implementation is chosen.
 """
 
 from __future__ import annotations

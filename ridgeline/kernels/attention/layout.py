@@ -1,4 +1,4 @@
-"""Where each sequence of a call lies: dense, packed, padded, paged, all seen as (q_SHD, k_TGD, v_TGD).
+"""Where each sequence of a call lies: dense, packed, padded or paged, seen as dense pieces.
 
 Used by the implementations that walk the sequences one by one (ref, cpu); GPU kernels do this
 arithmetic on the device.
@@ -74,7 +74,7 @@ def sequences(q: torch.Tensor, k: torch.Tensor, extras: AttentionExtras) -> Iter
 
 
 def keys_of(sequence: Sequence, kv: torch.Tensor, extras: AttentionExtras) -> torch.Tensor:
-    """The used keys (or values) of a sequence, [T, G, D]: a view, or a copy where they are paged."""
+    """The used keys (or values) of a sequence, [T, G, D]: a view; a copy of pages."""
     if sequence.k_rows is not None:
         return kv[sequence.k_rows]
     assert extras.page_ids_BU is not None
@@ -199,9 +199,7 @@ def parts(
         k_TGD, v_TGV = (
             kv[keys] if keys is not None else keys_of(s, kv, extras)[s.leftpad :] for kv in (k, v)
         )
-        yield Part(
-            q[s.q_rows][None], k_TGD[None], v_TGV[None], s.index, s.leftpad, s.q_rows, keys
-        )
+        yield Part(q[s.q_rows][None], k_TGD[None], v_TGV[None], s.index, s.leftpad, s.q_rows, keys)
 
 
 def joined(

@@ -8,8 +8,8 @@ What ours take beyond FlashAttention's, by keyword only:
                              generator where None
     impl                     an implementation's name; None lets the registry choose
     return_lse               return (out, lse)
-Every function is differentiable (but for the KV cache's), the LSE too. Everything is checked once, on
-the host, before anything runs. Meaning of masks and empty rows: problem.py.
+Every function is differentiable (but for the KV cache's), the LSE too. Everything is checked once,
+on the host, before anything runs. Meaning of masks and empty rows: problem.py.
 Source: https://github.com/Dao-AILab/flash-attention (interface; nothing of its code).
 """
 
@@ -96,8 +96,11 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` on one tensor. Shapes: qkv [B, S, 3, H, D] -> out [B, S, H, D]."""
     _check_packed("qkv", qkv, 3)
+    q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -123,9 +126,11 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` with k and v in one. Shapes: q [B, S, H, D], kv [B, T, 2, G, D]."""
     _check_packed("kv", kv, 2)
+    k, v = kv.unbind(2)
     return flash_attn_func(
         q,
-        *kv.unbind(2),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -166,9 +171,9 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Exact attention of packed sequences of different lengths (zero included).
 
-    Shapes: q [P, H, D], k [P', G, D], v [P', G, V]; cu_seqlens int32 [B + 1], starts of sequences; with
-    block_table int32 [B, U], k and v are pages [pages, W, G, D] (forward only). bias, if any, is
-    [B|1, H|1, max_seqlen_q, max_seqlen_k] -> out [P, H, V]; lse fp32 [H, P].
+    Shapes: q [P, H, D], k [P', G, D], v [P', G, V]; cu_seqlens int32 [B + 1], starts of sequences;
+    with block_table int32 [B, U], k and v are pages [pages, W, G, D] (forward only). bias, if any,
+    is [B|1, H|1, max_seqlen_q, max_seqlen_k] -> out [P, H, V]; lse fp32 [H, P].
     Numerics: as flash_attn_func. Rows of q in no sequence give O = 0, LSE = -inf.
     Raises: as flash_attn_func; cu_seqlens' values are checked where that is cheap (on a CPU).
     """
@@ -228,13 +233,14 @@ def flash_attn_with_kvcache(
     """Attention of new queries over a cache, to which new k and v are first appended in place.
 
     Shapes: q [B, S, H, D]; caches [B or more, T, G, D] (v: V), or pages [pages, W, G, D] with
-    block_table int32 [B, U]; k, v [B, S', G, D] new tokens; cache_seqlens (int or int32 [B]) counts the
-    tokens before them, None is a full cache; cache_batch_idx int32 [B], row of each sequence;
-    cache_leftpad int32 [B], first valid key; rotary_cos, rotary_sin [positions, R], 2 R <= D: k is
-    rotated at cache_seqlens + i, q too where causal or windowed, else all at cache_seqlens.
-    -> out [B, S, H, V], and lse fp32 [B, H, S] with return_softmax_lse. Not differentiable.
-    num_splits: parts the keys are split into, 0 is automatic; changes speed, not meaning.
-    Raises: as flash_attn_func; values of int tensors are checked where that is cheap (on a CPU).
+    block_table int32 [B, U]; k, v [B, S', G, D] new tokens; cache_seqlens (int or int32 [B])
+    counts the tokens before them, None is a full cache; cache_batch_idx int32 [B], row of each
+    sequence; cache_leftpad int32 [B], first valid key; rotary_cos, rotary_sin [positions, R], 2 R
+    <= D: k is rotated at cache_seqlens + i, q too where causal or windowed, else all at
+    cache_seqlens. -> out [B, S, H, V], and lse fp32 [B, H, S] with return_softmax_lse. Not
+    differentiable. num_splits: parts the keys are split into, 0 is automatic; changes speed, not
+    meaning. Raises: as flash_attn_func; values of int tensors are checked where that is cheap (on
+    a CPU).
     """
     left, right = window_bounds(window_size)
     _check_cache_call(q, k, v, cache_seqlens, rotary_cos, _needs_grad(q, k_cache, v_cache, k, v))

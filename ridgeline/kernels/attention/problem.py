@@ -12,16 +12,17 @@ Meaning shared by every implementation:
 - with seqused, S and T above are the used lengths; leftpad hides the first keys and moves nothing
   (i and j keep counting from the start of the stored sequence);
 - a key that does not exist (beyond seqused_k, before leftpad, beyond cu_seqlens) has no influence
-  whatever it holds, NaN included; a query beyond seqused_q gives O = 0, LSE = -inf, also with sinks;
+  whatever it holds, NaN included; a query beyond seqused_q gives O = 0, LSE = -inf, also with
+  sinks;
 - dropout acts on P after the softmax: kept entries are divided by 1 - p, LSE does not know of it.
 
 What a module of an implementation has (op.py calls it, after validation):
     forward(q, k, v, options, extras) -> (out, lse_ln)
     backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
-Layouts: dense q_BSHD k_BTGD v_BTGV -> out_BSHV, lse fp32 [B, H, S]; varlen q_PHD k_PGD v_PGV -> out_PHV,
-lse fp32 [H, P]; paged k and v are [pages, W, G, D] (forward only). dlse is None or like lse; the score's
-gradient is dS = P * (dP - rowsum(dO * O) + dlse). Any strides: an implementation makes contiguous what
-it needs so. Outputs are new tensors in q's dtype.
+Layouts: dense q_BSHD k_BTGD v_BTGV -> out_BSHV, lse fp32 [B, H, S]; varlen q_PHD k_PGD v_PGV ->
+out_PHV, lse fp32 [H, P]; paged k and v are [pages, W, G, D] (forward only). dlse is None or like
+lse; the score's gradient is dS = P * (dP - rowsum(dO * O) + dlse). Any strides: an implementation
+makes contiguous what it needs so. Outputs are new tensors in q's dtype.
 """
 
 from __future__ import annotations
@@ -160,8 +161,9 @@ class AttentionExtras:
     sinks_H: torch.Tensor | None = None
     """fp32 [H], one logit a head in the softmax's denominator."""
     bias: torch.Tensor | None = None
-    """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is; in q's dtype
-    or fp32. Varlen: S and T are the longest, entry (b, h, i, j) is in a sequence's own coordinates."""
+    """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is; in q's
+    dtype or fp32. Varlen: S and T are the longest, entry (b, h, i, j) is in a sequence's own
+    coordinates."""
     dropout_seed: int = 0
     dropout_offset: int = 0
     """Counter-based: the mask is a function of (seed, offset, batch, head, i, j); see rng.py."""

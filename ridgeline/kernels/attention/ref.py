@@ -1,10 +1,11 @@
 """Attention in plain PyTorch, with every option: the only reference.
 
-    S = softcap(scale * Q K^T) + bias - slope * |i + T - S - j| ; mask ; O = dropout(softmax([S, sink])) V
+    S = softcap(scale * Q K^T) + bias - slope * |i + T - S - j| ; mask ; O = dropout(softmax([S,
+    sink])) V
 
 Bytes moved: the S x T matrix several times; bound by memory. Any device. Meaning: problem.py.
-`compute_dtype` is float32 for the reference, float64 for gradients on small shapes, the input's dtype
-for the error that a plain PyTorch program would make.
+`compute_dtype` is float32 for the reference, float64 for gradients on small shapes, the input's
+dtype for the error that a plain PyTorch program would make.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ NEG_INF = float("-inf")
 def attention_ref(q, k, v, options, extras, compute_dtype=torch.float32):
     """Differentiable attention -> (out, lse_ln), both in compute_dtype.
 
-    Shapes: dense q_BSHD k_BTGD v_BTGV -> out_BSHV, lse [B, H, S]; varlen q_PHD k_PGD v_PGV -> out_PHV,
-    lse [H, P]. Numerics: every operation in compute_dtype.
+    Shapes: dense q_BSHD k_BTGD v_BTGV -> out_BSHV, lse [B, H, S]; varlen q_PHD k_PGD v_PGV ->
+    out_PHV, lse [H, P]. Numerics: every operation in compute_dtype.
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=compute_dtype)
     lse = torch.full_like(out[..., 0].transpose(-1, -2), NEG_INF)
@@ -104,7 +105,8 @@ def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrad
         n: torch.zeros_like(t) if g is None else g
         for (n, t), g in zip(leaves.items(), grads, strict=True)
     }
-    return AttentionGrads(*(given.get(name) for name in inputs))
+    q_k_v = (given[name] for name in ("q", "k", "v"))
+    return AttentionGrads(*q_k_v, given.get("sinks"), given.get("bias"))
 
 
 def _compute_dtype(q):

@@ -14,7 +14,7 @@ inside the sequence as stored (0 is its first row, whatever leftpad or causal al
        x = (x ^ (x >> 15)) * 0x846CA68B
        u = x ^ (x >> 16)
 Philox on every entry would cost about 60 integer instructions; this costs 9, and the row keys (64
-bits from a cryptographic-strength mixer) keep rows, heads and batches apart. All shifts are logical.
+bits from a strong mixer) keep rows, heads and batches apart. All shifts are logical.
 
 torch has no uint32 arithmetic, so words live in int64 and are masked to 32 bits: products of two
 words wrap modulo 2^64, which leaves their low and high halves right.

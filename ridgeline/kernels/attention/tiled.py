@@ -1,18 +1,19 @@
 """FlashAttention-1 and -2 written plainly, counting what moves between slow and fast memory.
 
-Documentation that runs. Slow memory holds Q, K, V, O of one head; fast memory holds M elements. A tile
-is `load`ed (counted), worked on, and `store`d (counted); nothing else crosses.
+Documentation that runs. Slow memory holds Q, K, V, O of one head; fast memory holds M elements. A
+tile is `load`ed (counted), worked on, and `store`d (counted); nothing else crosses.
 
     one step:  S = scale Q_i K_j^T,  m' = max(m, rowmax S),  P = exp(S - m'),
                l' = exp(m - m') l + rowsum P,  O' = exp(m - m') O + P V_j       (online softmax)
 
 - FlashAttention-1: outer loop over K, V blocks, inner over Q blocks. K and V are read once, Q and O
-  (with l and m) once for each of the Tc = T / Bc outer steps, and O is kept normalised: rescaled and
-  rewritten each time. Bc = ceil(M / 4D), Br = min(Bc, D): of the order of S T D^2 / M elements.
-- FlashAttention-2: outer loop over Q blocks, inner over K, V. O stays in fast memory, is divided by l
-  once at the end and written once; only O and LSE leave. K and V are read once for each Q block.
-- FlashAttention-2's backward: outer over K, V blocks (dK, dV stay), inner over Q blocks (dQ is read,
-  added to and written).
+  (with l and m) once for each of the Tc = T / Bc outer steps, and O is kept normalised: rescaled
+  and rewritten each time. Bc = ceil(M / 4D), Br = min(Bc, D): of the order of S T D^2 / M elements.
+- FlashAttention-2: outer loop over Q blocks, inner over K, V. O stays in fast memory, is divided
+  by l once at the end and written once; only O and LSE leave. K and V are read once for each Q
+  block.
+- FlashAttention-2's backward: outer over K, V blocks (dK, dV stay), inner over Q blocks (dQ is
+  read, added to and written).
 `naive_traffic` counts standard attention, which writes and reads S and P: of the order of S T.
 Numerics: fp32. Source: Dao et al., "FlashAttention", 2022, algorithm 1 and theorem 2; Dao,
 "FlashAttention-2", 2023, algorithms 1 and 2.
