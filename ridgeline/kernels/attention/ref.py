@@ -105,8 +105,7 @@ def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrad
         n: torch.zeros_like(t) if g is None else g
         for (n, t), g in zip(leaves.items(), grads, strict=True)
     }
-    q_k_v = (given[name] for name in ("q", "k", "v"))
-    return AttentionGrads(*q_k_v, given.get("sinks"), given.get("bias"))
+    return AttentionGrads(given["q"], given["k"], given["v"], given.get("sinks"), given.get("bias"))
 
 
 def _compute_dtype(q):
