@@ -72,7 +72,7 @@ def backward(
             continue
         dq, dk, dv, dsinks = _fused_backward(part, given, options, extras)
         if part.whole:
-            return AttentionGrads(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+            return AttentionGrads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks)
         grads.add(part, dq, dk, dv, dsinks)
     return grads.result(q, k, v, extras)
 

@@ -97,15 +97,21 @@ def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrad
         results = attention_ref(
             leaves["q"], leaves["k"], leaves["v"], options, extras, _compute_dtype(q)
         )
-    dlse = torch.zeros_like(results[1]) if dlse is None else dlse.to(results[1].dtype)
-    grads = torch.autograd.grad(
-        results, list(leaves.values()), (dout.to(results[0].dtype), dlse), allow_unused=True
-    )
-    given = {
-        n: torch.zeros_like(t) if g is None else g
-        for (n, t), g in zip(leaves.items(), grads, strict=True)
-    }
+    given = gradients(results, leaves, dout, dlse)
     return AttentionGrads(given["q"], given["k"], given["v"], given.get("sinks"), given.get("bias"))
+
+
+def gradients(results, leaves, dout, dlse) -> dict[str, torch.Tensor]:
+    """Gradient of each leaf given those of (out, lse); zeros for one without influence."""
+    if not results[0].requires_grad:  # no sequences
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    dlse = torch.zeros_like(results[1]) if dlse is None else dlse.to(results[1].dtype)
+    given = (dout.to(results[0].dtype), dlse)
+    found = torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
 
 
 def _compute_dtype(q):

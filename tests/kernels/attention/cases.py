@@ -3,15 +3,16 @@
 An implementation registered for the machine at hand is tested by existing: `accepted("forward")`
 pairs each with the cases that it does not refuse. A test of one implementation can take CASES too.
 
-Rule: max|k - exact| <= 2 max|same-dtype PyTorch - exact| + floor, and the same of the mean; exact is
-the reference one width up (fp32 for 16-bit, fp64 for fp32), the floor one rounding of the result.
+Rule: max|k - exact| <= 2 max|same-dtype PyTorch - exact| + floor, and the same of the mean; exact
+is the reference one width up (fp32 for 16-bit, fp64 for fp32), the floor one rounding of the
+result.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -20,7 +21,7 @@ from ridgeline.core import arch as arches
 from ridgeline.core import registry
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.kernels.attention.arguments import Arguments, check
-from ridgeline.kernels.attention.ref import attention_ref
+from ridgeline.kernels.attention.ref import attention_ref, gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,18 @@ OPTIONS: dict[str, dict] = {
         dropout=0.2, dlse=True,
     ),
 }  # fmt: skip
-SIZES = [(1, 1), (0, 5), (5, 0), (17, 17), (1, 67), (67, 1), (63, 65), (64, 64), (128, 129), (131, 97)]
+SIZES = [
+    (1, 1),
+    (0, 5),
+    (5, 0),
+    (17, 17),
+    (1, 67),
+    (67, 1),
+    (63, 65),
+    (64, 64),
+    (128, 129),
+    (131, 97),
+]
 HEADS = [(4, 2), (3, 3), (6, 1)]
 DIMS = [(32, 32), (16, 16), (64, 64), (40, 24), (24, 40)]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -112,7 +124,9 @@ def _grid() -> list[Case]:
     for strides in STRIDES:
         for option in ("causal", "bias"):
             name = f"{strides}-{option}"
-            cases.append(Case(name=name, strides=strides, seqlen_q=33, seqlen_k=40, **OPTIONS[option]))
+            cases.append(
+                Case(name=name, strides=strides, seqlen_q=33, seqlen_k=40, **OPTIONS[option])
+            )
     cases.append(Case(name="empty-batch", batch=0, causal=True))
     cases.append(
         Case(name="large", batch=1, seqlen_q=300, seqlen_k=517, causal=True, dtype="bfloat16")
@@ -170,7 +184,8 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Built:
     k = randn(*kv_shape, case.kv_heads, case.dim)
     v = randn(*kv_shape, case.kv_heads, case.dim_v)
     q, k, v = (_restride(x, case.strides) for x in (q, k, v))
-    bias_shape = (1 if case.bias in ("batch", "both") else B, *_bias_heads(case), S, T)
+    bias_keys = -(-T // 16) * 16 if "paged" in case.layout else T
+    bias_shape = (1 if case.bias in ("batch", "both") else B, *_bias_heads(case), S, bias_keys)
     slopes = (B, case.heads) if case.alibi == "batch" else (case.heads,)
     a = Arguments(
         q=q, k=k, v=v,
@@ -228,14 +243,19 @@ def impls_here(device: str = "cpu") -> list[registry.Impl]:
 
 
 def accepted(direction: str, device: str = "cpu", largest: int = 10**9) -> list[tuple[str, Case]]:
-    """Pairs of implementation and case that it does not refuse, for parametrize."""
+    """Pairs of implementation and case that it does not refuse, for parametrize.
+
+    The reference is compared with itself in a wider dtype: a sixth of the grid is enough for it.
+    """
     arch = arches.detect(device)
     pairs = []
-    for case in CASES:
+    for index, case in enumerate(CASES):
         if case.size > largest or (direction == "bwd" and case.forward_only):
             continue
         problem = build(case).arguments.problem(direction)
         for impl in impls_here(device):
+            if impl.name == "ref" and index % 6:
+                continue
             if registry.refusal(impl, problem, arch) is None:
                 pairs.append((impl.name, case))
     return pairs
@@ -251,7 +271,7 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(case: Case, exact: bool) -> dict[str, torch.Tensor]:
     """Results and gradients of the reference, one width up (exact) or in the case's dtype."""
     built = build(case)
@@ -270,21 +290,23 @@ def reference(built: Built, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
     extras = replace(a.extras(), sinks_H=leaves.get("sinks"), bias=leaves.get("bias"))
     out, lse = attention_ref(leaves["q"], leaves["k"], leaves["v"], a.options(), extras, dtype)
-    dlse = torch.zeros_like(lse) if built.dlse is None else built.dlse.to(dtype)
-    found = torch.autograd.grad(
-        (out, lse), list(leaves.values()), (built.dout.to(dtype), dlse), allow_unused=True
-    )
-    grads = {
-        "d" + name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
+    found = gradients((out, lse), leaves, built.dout, built.dlse)
+    grads = {"d" + name: grad for name, grad in found.items()}
     return {"out": out.detach(), "lse": lse.detach(), **grads}
 
 
 def assert_within_rule(
-    name: str, got: torch.Tensor, exact: torch.Tensor, baseline: torch.Tensor, dtype: torch.dtype
+    name: str,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    baseline: torch.Tensor,
+    dtype: torch.dtype,
+    zero_floor: float = 0.0,
 ) -> None:
-    """The numerics rule, in its max and mean forms."""
+    """The numerics rule, in its max and mean forms.
+
+    zero_floor is the floor of a result that is exactly 0: PyTorch then has no error.
+    """
     assert got.shape == exact.shape, f"{name}: {tuple(got.shape)} is not {tuple(exact.shape)}"
     if not exact.numel():
         return
@@ -294,12 +316,13 @@ def assert_within_rule(
     got, exact, baseline = (x.masked_fill(empty, 0.0) for x in (got, exact, baseline))
     error, allowed = (got - exact).abs(), (baseline - exact).abs()
     eps = torch.finfo(dtype).eps
-    floor = 1e-6 + eps * float(exact.abs().max())
+    largest = float(exact.abs().max())
+    floor = 1e-6 + eps * largest + (zero_floor if largest < 1e-9 else 0.0)
     assert float(error.max()) <= 2 * float(allowed.max()) + floor, (
-        f"{name} of {dtype_name(dtype)}: max error {error.max():.2e}, PyTorch's {allowed.max():.2e}, "
-        f"floor {floor:.2e}"
+        f"{name} of {dtype_name(dtype)}: max error {error.max():.2e}, PyTorch's "
+        f"{allowed.max():.2e}, floor {floor:.2e}"
     )
-    mean_floor = 1e-6 + eps * float(exact.abs().mean())
+    mean_floor = 1e-6 + eps * float(exact.abs().mean()) + (zero_floor if largest < 1e-9 else 0.0)
     assert float(error.mean()) <= 2 * float(allowed.mean()) + mean_floor, (
         f"{name} of {dtype_name(dtype)}: mean error {error.mean():.2e}, PyTorch's "
         f"{allowed.mean():.2e}, floor {mean_floor:.2e}"
@@ -326,6 +349,9 @@ def check_backward(impl: str, case: Case, device: str = "cpu") -> None:
         built.dout, built.dlse, a.q, a.k, a.v, out, lse, a.options(), a.extras()
     )
     exact, baseline = expected(case, True), expected(case, False)
+    # where a row sees one key dS = P (dP - rowsum(dO O)) is 0, but O was rounded
+    cancelled = float((built.dout * out).abs().sum(-1).max()) if out.numel() else 0.0
+    zero_floor = 2 * torch.finfo(out.dtype).eps * cancelled
     for name in ("dq", "dk", "dv", "dsinks", "dbias"):
         got = getattr(grads, name)
         if name not in exact:
@@ -333,4 +359,4 @@ def check_backward(impl: str, case: Case, device: str = "cpu") -> None:
             continue
         like = {"dsinks": a.sinks, "dbias": a.bias}.get(name, a.q)
         assert got.dtype == like.dtype
-        assert_within_rule(name, got, exact[name], baseline[name], a.q.dtype)
+        assert_within_rule(name, got, exact[name], baseline[name], a.q.dtype, zero_floor)

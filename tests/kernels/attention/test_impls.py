@@ -29,7 +29,8 @@ def test_who_is_tested_here():
     count: dict[str, int] = {}
     for impl, _ in cases.accepted("fwd"):
         count[impl] = count.get(impl, 0) + 1
-    assert count["ref"] == count["cpu"] == len(cases.CASES)
+    assert count["cpu"] == len(cases.CASES)
+    assert count["ref"] >= len(cases.CASES) // 6
     assert count["tiled"] >= 15
 
 
