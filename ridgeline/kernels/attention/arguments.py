@@ -185,11 +185,16 @@ def check(a: Arguments) -> None:
 
     Raises: ValueError, TypeError, NotImplementedError.
     """
+    check_static(a)
+    _check_lengths(a)
+    _check_pages(a)
+
+
+def check_static(a: Arguments) -> None:
+    """The part of `check` that looks at no tensor's values: shapes, dtypes, scalars."""
     _check_scalars(a)
     _check_heads(a)
     _check_dense_shapes(a)
-    _check_lengths(a)
-    _check_pages(a)
     _check_extras(a)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.core.errors import bad_value
+from ridgeline.core.errors import bad_type, bad_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,10 @@ def check_append(
     """Refuse an append that does not fit. Raises: ValueError."""
     lengths, table = where.cache_seqlens, where.block_table
     batch = lengths.shape[0]
+    if lengths.dtype != torch.int32:
+        raise bad_type(
+            "attention", "cache_seqlens", "be int32", lengths.dtype, "call .to(torch.int32)"
+        )
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = (batch, k.shape[1], *cache.shape[2:])
         if tuple(new.shape) != want or new.dtype != cache.dtype:
@@ -102,29 +106,36 @@ def check_append(
             raise bad_value(
                 "attention", name, f"be {want} in {cache.dtype}", got, "match cache and batch"
             )
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     if lengths.device.type == "cpu" and batch:
-        least, most = (int(t) for t in torch.aminmax(lengths))
-        if least < 0 or most + k.shape[1] > capacity:
-            raise bad_value(
-                "attention",
-                "cache_seqlens",
-                f"leave room for {k.shape[1]} new tokens in the cache's {capacity}",
-                most if least >= 0 else least,
-                "allocate a longer cache",
-            )
-        if table is not None and table.device.type == "cpu":
-            positions = positions_of(lengths, k.shape[1]) // k_cache.shape[1]
-            pages = table.long().gather(1, positions)
-            if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= k_cache.shape[0]):
-                raise bad_value(
-                    "attention",
-                    "block_table",
-                    f"name pages from 0 to {k_cache.shape[0] - 1} for the new tokens",
-                    int(pages.min()) if int(pages.min()) < 0 else int(pages.max()),
-                    "give each sequence enough pages",
-                )
+        _check_room(k_cache, k.shape[1], where)
     check_rotary(where, k_cache.shape[-1], k.shape[1])
+
+
+def _check_room(k_cache: torch.Tensor, new_tokens: int, where: Where) -> None:
+    """Values on the host, where looking at them is cheap."""
+    lengths, table, rows = where.cache_seqlens, where.block_table, where.kv_batch_idx
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    least, most = (int(t) for t in torch.aminmax(lengths))
+    if least < 0 or most + new_tokens > capacity:
+        raise bad_value(
+            "attention",
+            "cache_seqlens",
+            f"leave room for {new_tokens} new tokens in the cache's {capacity}",
+            most if least >= 0 else least,
+            "allocate a longer cache",
+        )
+    if table is not None and new_tokens:
+        pages = table.long().gather(1, positions_of(lengths, new_tokens) // k_cache.shape[1])
+        _check_index("block_table", pages, k_cache.shape[0])
+    if rows is not None:
+        _check_index("cache_batch_idx", rows, k_cache.shape[0])
+
+
+def _check_index(name: str, index: torch.Tensor, size: int) -> None:
+    least, most = (int(t) for t in torch.aminmax(index))
+    if least < 0 or most >= size:
+        got = least if least < 0 else most
+        raise bad_value("attention", name, f"be from 0 to {size - 1}", got, "check how it was made")
 
 
 def check_rotary(where: Where, head_dim: int, new_tokens: int) -> None:

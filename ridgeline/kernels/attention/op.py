@@ -15,13 +15,13 @@ Source: https://github.com/Dao-AILab/flash-attention (interface; nothing of its 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from ridgeline.core.errors import bad_value, unsupported
 from ridgeline.kernels.attention.append_op import append_op
-from ridgeline.kernels.attention.arguments import Arguments, window_bounds
+from ridgeline.kernels.attention.arguments import Arguments, check_static, window_bounds
 from ridgeline.kernels.attention.dispatch import attention_op
 from ridgeline.kernels.attention.kvcache import Where, check_rotary, positions_of, rotate
 
@@ -249,29 +249,16 @@ def flash_attn_with_kvcache(
         host_length = _checked_length(cache_seqlens, k_cache, block_table)
         length = (q.shape[0],)
         cache_seqlens = torch.full(length, host_length, dtype=torch.int32, device=q.device)
-    seqused = cache_seqlens
-    if cache_seqlens is not None and k is not None and v is not None:
-        where = Where(
-            cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved
-        )
-        check_rotary(where, q.shape[-1], max(k.shape[1], q.shape[1]))
-        append_op(k_cache, v_cache, k, v, *(getattr(where, n) for n in Where.__slots__))
-        seqused = cache_seqlens + k.shape[1]
-        if rotary_cos is not None and rotary_sin is not None:
-            positions_BS = positions_of(cache_seqlens, q.shape[1])
-            if not causal and left is None and right is None:
-                positions_BS = positions_BS[:, :1].expand_as(positions_BS)
-            q = rotate(q, rotary_cos, rotary_sin, positions_BS, rotary_interleaved)
+    new_tokens = 0 if k is None else k.shape[1]
     plain = block_table is None and cache_batch_idx is None and cache_leftpad is None
-    if host_length is not None and plain and q.device.type == "cpu":
-        used = slice(0, host_length + (k.shape[1] if k is not None else 0))
-        k_cache, v_cache, seqused = k_cache[:, used], v_cache[:, used], None
+    sliced = host_length is not None and plain and q.device.type == "cpu"
+    used = slice(0, host_length + new_tokens) if sliced and host_length is not None else slice(None)
     a = Arguments(
         q=q,
-        k=k_cache,
-        v=v_cache,
+        k=k_cache[:, used],
+        v=v_cache[:, used],
         sinks=sinks,
-        seqused_k=seqused,
+        seqused_k=None if sliced or cache_seqlens is None else cache_seqlens + new_tokens,
         leftpad_k=cache_leftpad,
         kv_batch_idx=cache_batch_idx,
         block_table=block_table,
@@ -285,6 +272,15 @@ def flash_attn_with_kvcache(
         kv_cache=True,
         impl=impl,
     )
+    if cache_seqlens is not None and k is not None and v is not None:
+        check_static(a)  # before the cache is touched
+        where = Where(
+            cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved
+        )
+        append_op(k_cache, v_cache, k, v, *(getattr(where, n) for n in Where.__slots__))
+        if rotary_cos is not None:
+            masked = causal or left is not None or right is not None
+            a = replace(a, q=_rotated(q, where, advance=masked))
     return _results(a, False, return_softmax_lse)
 
 
@@ -319,6 +315,17 @@ def _seed_offset(dropout_p: float, seed: int | None, offset: int) -> torch.Tenso
     if not 0 <= seed < 2**63:
         raise bad_value("attention", "dropout_seed", "be in [0, 2^63)", seed, "reduce it")
     return torch.tensor([seed, offset], dtype=torch.int64)
+
+
+def _rotated(q_BSHD: torch.Tensor, where: Where, advance: bool) -> torch.Tensor:
+    """Queries rotated at cache_seqlens + i, or all at cache_seqlens where they do not advance."""
+    cos, sin = where.rotary_cos, where.rotary_sin
+    assert cos is not None and sin is not None
+    check_rotary(where, q_BSHD.shape[-1], q_BSHD.shape[1] if advance else 1)
+    positions_BS = positions_of(where.cache_seqlens, q_BSHD.shape[1])
+    if not advance:
+        positions_BS = positions_BS[:, :1].expand_as(positions_BS)
+    return rotate(q_BSHD, cos, sin, positions_BS, where.rotary_interleaved)
 
 
 def _checked_length(

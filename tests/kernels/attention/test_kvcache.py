@@ -153,23 +153,33 @@ def test_compiles_in_full_and_mutates_the_cache():
         (dict(k=None, v=None), "k must be given with rotary_cos"),
         (dict(rotary_sin=None), "rotary_sin must be given with rotary_cos"),
         (dict(rotary_cos=torch.ones(8, 9), rotary_sin=torch.ones(8, 9)), "rotary_cos must be"),
-        (dict(rotary_cos=torch.ones(2, 8), rotary_sin=torch.ones(2, 8)), "cover 4 positions"),
+        (
+            dict(rotary_cos=torch.ones(2, 8), rotary_sin=torch.ones(2, 8)),
+            "rotary_cos must cover 4 positions",
+        ),
         (dict(k=torch.zeros(2, 1, 3, D)), r"k must be \(2, 1, 2, 16\) in torch.float32"),
-        (dict(block_table=torch.tensor([[0], [7]], dtype=torch.int32)), "block_table must name"),
-        (dict(cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32)), "cache_batch_idx must"),
+        (
+            dict(block_table=torch.tensor([[0], [7]], dtype=torch.int32)),
+            "block_table must be from 0 to 1, got 7",
+        ),
+        (
+            dict(cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32)),
+            "cache_batch_idx must be from 0 to 1, got 2",
+        ),
         (dict(window_size=(-2, 0)), r"window_size must have sizes of at least 0.*got \(-2, 0\)"),
         (dict(num_splits=-1), "num_splits must be at least 0"),
     ],
 )
 def test_bad_calls(change, message):
     q, k, v = _sequence(1)
-    cos, sin = _rotary(8)
+    cos, sin = _rotary(64)
     call = dict(
         q=q, k_cache=torch.zeros(2, 8, G, D), v_cache=torch.zeros(2, 8, G, D), k=k, v=v,
         rotary_cos=cos, rotary_sin=sin, cache_seqlens=3, causal=True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="attention: " + message):
         flash_attn_with_kvcache(**{**call, **change})
+    assert not call["k_cache"].any()  # refused before anything was written
 
 
 def test_gradients_are_refused():

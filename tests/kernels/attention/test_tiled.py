@@ -1,4 +1,4 @@
-"""FlashAttention-1 and -2 as written in tiled.py: right results, and the traffic the paper bounds."""
+"""FlashAttention-1 and -2 as tiled.py writes them: right results, bounded traffic."""
 
 from __future__ import annotations
 
