@@ -93,7 +93,7 @@ def check_append(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where
 ) -> None:
     """Refuse an append that does not fit. Raises: ValueError."""
-    lengths, table = where.cache_seqlens, where.block_table
+    lengths = where.cache_seqlens
     batch = lengths.shape[0]
     if lengths.dtype != torch.int32:
         raise bad_type(

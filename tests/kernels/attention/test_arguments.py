@@ -10,9 +10,7 @@ from ridgeline.kernels.attention.arguments import window_bounds
 
 
 def _dense(**change):
-    call = dict(
-        q=torch.zeros(2, 6, 4, 16), k=torch.zeros(2, 7, 2, 16), v=torch.zeros(2, 7, 2, 16), **change
-    )
+    call = dict(q=zeros(2, 6, 4, 16), k=zeros(2, 7, 2, 16), v=zeros(2, 7, 2, 16))
     return flash_attn_func(**{**call, **change})
 
 
