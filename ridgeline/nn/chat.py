@@ -35,8 +35,20 @@ _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
 """A printf width or precision of four digits or from an argument."""
 
 
+_TEMPLATE_ERRORS = (
+    jinja2.exceptions.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What an expression of a template can raise."""
+
+
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the assistant wrote; plain text here."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text; plain text here."""
 
     tags = {"generation"}
 
@@ -159,7 +171,7 @@ class ChatTemplate:
                 length += len(piece)
                 if length > MAX_OUTPUT_CHARS:
                     raise jinja2.exceptions.SecurityError("the prompt is too long")
-        except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise bad_value(
                 "chat template",
                 "messages",

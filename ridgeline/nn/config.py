@@ -354,9 +354,7 @@ def _windows(
         window = None
     types = config.get("layer_types")
     known = ("full_attention", "sliding_attention")
-    if types is not None and (
-        len(types) != num_layers or any(kind not in known for kind in types)
-    ):
+    if types is not None and (len(types) != num_layers or any(kind not in known for kind in types)):
         raise bad_value(
             "config.json",
             "layer_types",

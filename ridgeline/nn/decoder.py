@@ -6,7 +6,8 @@ Parameter names are Hugging Face's. Training and prefill run on dense rows [B, S
 documents (cu_seqlens over the flattened rows: no attention and no position crosses a document);
 decoding runs through a cache. A model can hold a part of the layers (pipeline stages).
 A decode step reads every weight once: it is bound by memory. Source of the architecture: Touvron
-et al. 2023 (arXiv 2307.09288); Jiang et al. 2023 (2310.06825); Qwen2 (2407.10671), Qwen3 (2505.09388).
+et al. 2023 (arXiv 2307.09288); Jiang et al. 2023 (2310.06825); Qwen2 (2407.10671), Qwen3
+(2505.09388).
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class DecoderBody(nn.Module):
                 for layer in range(part.first_layer, part.end_layer)
             }
         )
-        self.norm = (
-            nn.RMSNorm(C, config.norm_eps, device=META, dtype=dtype) if part.head else None
-        )
+        self.norm = nn.RMSNorm(C, config.norm_eps, device=META, dtype=dtype) if part.head else None
 
 
 class Decoder(nn.Module):
@@ -97,7 +96,7 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are one parameter here (a stage with one of them has its own)."""
+        """Whether head and embedding are one parameter here (a stage with one has its own)."""
         return self.config.tie_embeddings and self.part.embed and self.part.head
 
     def tie_weights(self) -> None:
@@ -146,7 +145,11 @@ class Decoder(nn.Module):
         Raises: ValueError for a sequence longer than the model's context, cu_seqlens with a cache.
         """
         x_BSC = self.hidden(
-            token_ids, positions=positions, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache
+            token_ids,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            cache=cache,
         )
         if self.lm_head is None:
             return x_BSC

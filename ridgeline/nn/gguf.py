@@ -28,7 +28,7 @@ from ridgeline.core import progress
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.core.errors import UserError
 from ridgeline.nn.config import DecoderConfig
-from ridgeline.nn.hf import write_folder
+from ridgeline.nn.hf import MAX_SHARD_BYTES, check_names, write_folder
 from ridgeline.nn.rope import RopeConfig
 from ridgeline.nn.tensorfile import one_line
 
@@ -77,7 +77,9 @@ class _Fields:
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise UserError(f"gguf: {self.path.name} must have the key {key}, got none; use another")
+            raise UserError(
+                f"gguf: {self.path.name} must have the key {key}, got none; use another"
+            )
         return value
 
 
@@ -86,6 +88,7 @@ def convert(
     folder: Path | str,
     *,
     dtype: torch.dtype = torch.float16,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> DecoderConfig:
     """Write the Hugging Face folder of a GGUF file, all or nothing; returns the model's config.
@@ -95,6 +98,8 @@ def convert(
     """
     fields = _open(Path(path))
     config = _config(fields)
+    names = [hf_name(tensor.name) for tensor in fields.reader.tensors]
+    check_names(config, names, path)
     tokenizer = _tokenizer(fields)
     companions = _TokenizerFiles(fields=fields, tokenizer=tokenizer, config=config)
     write_folder(
@@ -102,6 +107,7 @@ def convert(
         config.to_hf() | {"torch_dtype": dtype_name(dtype)},
         _tensors(fields, config, dtype),
         companions=companions.write,
+        max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
     )
     return config
@@ -237,7 +243,7 @@ def _widen(tensor: ReaderTensor, fields: _Fields, config: DecoderConfig) -> torc
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k from pairs next to each other (0, D/2, 1, D/2 + 1, ...) to halves (0, 1, ...)."""
+    """Rows of q or k from interleaved halves (0, D/2, 1, D/2 + 1, ...) to 0, 1, 2, ..."""
     half = rows.shape[0] // heads // 2
     paired = rows.reshape(heads, half, 2, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
@@ -247,7 +253,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _pre_tokenizer(name: str) -> tuple[pre_tokenizers.PreTokenizer, bool]:
-    """(pre-tokenizer, whether whole words of the vocabulary skip the merges) of tokenizer.ggml.pre."""
+    """(pre-tokenizer, whether a word of the vocabulary skips the merges) by tokenizer.ggml.pre."""
     if name in ("gpt-2", "default"):
         return pre_tokenizers.ByteLevel(add_prefix_space=False), False
     if name == "smollm":
@@ -314,7 +320,7 @@ def _add_bos(fields: _Fields, tokenizer: tokenizers.Tokenizer, tokens: list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenizerFiles:
-    """Writes tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja."""
+    """Writes tokenizer.json, its two configuration files and chat_template.jinja."""
 
     fields: _Fields
     tokenizer: tokenizers.Tokenizer

@@ -100,28 +100,41 @@ def assign_weights(
     silently lost would be worse), shapes that differ.
     """
     expected = set(model.state_dict())
+    found = {name for name in tensors if not name.endswith(NOT_WEIGHTS)}
     if model.tied:
         _check_tied_copy(tensors)
         expected.discard("lm_head.weight")
-    found = {name for name in tensors if not name.endswith(NOT_WEIGHTS)}
-    if model.tied:
         found.discard("lm_head.weight")
-    missing, unexpected = sorted(expected - found), sorted(found - expected)
-    if missing:
-        raise UserError(
-            f"checkpoint: {tensors.folder} must hold every tensor of the model, got none for "
-            f"{_some(missing)}; fetch the whole checkpoint"
-        )
-    if unexpected:
-        raise UserError(
-            f"checkpoint: {tensors.folder} must hold only tensors of the model, got "
-            f"{_some(unexpected)}; config.json does not describe these weights"
-        )
+    _check_same(expected, found, tensors.folder)
     with progress.task("load weights", len(expected), "tensors") as advance:
         for name in sorted(expected):
             _assign(model, name, tensors, device)
             advance(1)
     model.tie_weights()
+
+
+def check_names(config: DecoderConfig, names: Iterable[str], source: Path | str) -> None:
+    """Whether these are the tensors of an unquantized model.
+
+    Raises: UserError naming what is missing or has no place.
+    """
+    model = skeleton(config, torch.float32)
+    expected = set(model.state_dict()) - ({"lm_head.weight"} if model.tied else set())
+    _check_same(expected, set(names), source)
+
+
+def _check_same(expected: set[str], found: set[str], source: Path | str) -> None:
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    if missing:
+        raise UserError(
+            f"checkpoint: {source} must hold every tensor of the model, got none for "
+            f"{_some(missing)}; fetch the whole checkpoint"
+        )
+    if unexpected:
+        raise UserError(
+            f"checkpoint: {source} must hold only tensors of the model, got "
+            f"{_some(unexpected)}; its configuration does not describe these weights"
+        )
 
 
 def _assign(
@@ -268,7 +281,10 @@ def _write_shards(
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{number}").rename(folder / name)
         weight_map |= dict.fromkeys(held, name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     _write_json(folder / INDEX, index)
 
 

@@ -5,7 +5,8 @@
 Protocol: the joined text's tokens are cut into non-overlapping windows of `window` tokens; each
 window is scored alone, so window - 1 tokens of it count; a rest shorter than a window is left out.
 The logits of a window are made and used in slices, at most SLICE_TOKENS * V floats at a time.
-KL is mean sum_v p ln(p / q) of base p and other q, in nats; agreement is how often their first choices are equal.
+KL is the mean of sum_v p ln(p / q) over positions, p of the base and q of the other model, in nats;
+agreement is how often their first choices are equal.
 """
 
 from __future__ import annotations

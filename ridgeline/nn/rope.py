@@ -5,7 +5,7 @@ Dims i and i + D/2 of a head form a pair that is turned by the angle position * 
     f_i = base^(-2i/D)                                        default
     f_i / factor                                              linear
     f_i, f_i / factor or a blend by wavelength                llama3
-    ramp between f_i (fast dims) and f_i / factor (slow)      yarn, cos and sin times attention_factor
+    ramp between f_i (fast dims) and f_i / factor (slow)      yarn; cos, sin x attention_factor
 
 Nothing is stored: the D/2 frequencies come from the config on the device that asks, so a model has
 no buffer to convert, shard or restore. Angles and rotation are fp32, rounded once to q's dtype.
@@ -93,7 +93,9 @@ class RopeConfig:
         if factor is None and kind == "yarn":
             factor = max_seqlen / original
         if factor is None and kind in ROPE_KINDS:
-            raise bad_value("rope", "rope_scaling", "have a factor", scaling, "complete config.json")
+            raise bad_value(
+                "rope", "rope_scaling", "have a factor", scaling, "complete config.json"
+            )
         return cls(
             base=base,
             kind=str(kind),

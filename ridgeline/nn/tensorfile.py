@@ -1,7 +1,7 @@
 """Tensors of a checkpoint folder, read lazily from safetensors, single or sharded.
 
-Only safetensors and JSON are read: nothing is unpickled and no code of a checkpoint runs. A shard is
-mapped, not loaded; `get` copies one tensor out of it.
+Only safetensors and JSON are read: nothing is unpickled and no code of a checkpoint runs. A shard
+is mapped, not loaded; `get` copies one tensor out of it.
 """
 
 from __future__ import annotations

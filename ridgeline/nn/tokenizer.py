@@ -81,9 +81,7 @@ class Tokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
         """Token ids of several texts, on several threads."""
-        encodings = self._tokenizer.encode_batch(
-            list(texts), add_special_tokens=add_special_tokens
-        )
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -95,7 +93,11 @@ class Tokenizer:
         return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **names: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **names: Any,
     ) -> str:
         """Prompt of a conversation (ChatTemplate.render).
 

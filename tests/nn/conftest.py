@@ -17,7 +17,8 @@ from ridgeline.nn.config import DecoderConfig
 TEXT = (
     "The ridge of the roofline is where a kernel stops being bound by bytes. "
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; "
-    "日本語のテキスト、русский текст, ελληνικά. \U0001f600\U0001f680 done?\n\n\tx = 12345 + 6.78e-9\r\n"
+    "日本語のテキスト、русский текст, ελληνικά. "
+    "\U0001f600\U0001f680 done?\n\n\tx = 12345 + 6.78e-9\r\n"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -66,7 +67,8 @@ def tokenizer_folder(tmp_path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     trained_bpe().save(str(folder / "tokenizer.json"))
-    names = {"bos_token": SPECIALS[1], "eos_token": {"content": SPECIALS[2], "special": True}}
+    eos = {"__type": "AddedToken", "content": SPECIALS[2], "special": True}
+    names = {"bos_token": SPECIALS[1], "eos_token": eos}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(names | {"chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"})
     )

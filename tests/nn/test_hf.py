@@ -180,7 +180,7 @@ def test_missing_unexpected_and_misshapen_tensors(folder):
     save_file({k: v for k, v in whole.items() if ".layers.1." not in k}, path)
     refused(folder, "got none for model.layers.1.input_layernorm.weight, .* and 6 more")
     save_file(whole | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, path)
-    refused(folder, "got model.layers.0.self_attn.q_proj.bias; config.json does not describe")
+    refused(folder, "got model.layers.0.self_attn.q_proj.bias; its configuration does not")
     save_file(whole | {"model.norm.weight": torch.zeros(47)}, path)
     refused(folder, r"model.norm.weight must have shape \[48\], got \[47\]")
     save_file(whole | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, path)
