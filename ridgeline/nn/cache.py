@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ridgeline.core.errors import bad_value
-from ridgeline.nn.attention_shim import flash_attn_func, flash_attn_with_kvcache
+from ridgeline.kernels.attention import flash_attn_func, flash_attn_with_kvcache
 from ridgeline.nn.config import DecoderConfig
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ridgeline.nn.attention_shim import flash_attn_func, flash_attn_varlen_func
+from ridgeline.kernels.attention import flash_attn_func, flash_attn_varlen_func
 from ridgeline.nn.cache import Cache
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.rope import rotate

