@@ -36,16 +36,17 @@ class GridSpec:
         return 2 ** (self.bits - 1)
 
     def store(self, scale: torch.Tensor) -> torch.Tensor:
-        """Round scales (any float dtype) to what the file will hold, in the input's dtype."""
+        """Round scales (any float dtype, any sign) to what the file will hold, in the input's dtype.
+
+        A magnitude stays between the smallest and the largest that the storage dtype holds.
+        """
         info = torch.finfo(self.scale_dtype)
-        wide = scale.dtype
-        scale = scale.clamp(min=info.tiny * info.eps, max=info.max)
+        size = scale.abs().clamp(min=info.tiny * info.eps, max=info.max)
         if self.scale_mantissa_bits is not None:
-            fraction, exponent = torch.frexp(scale)
+            fraction, exponent = torch.frexp(size)
             steps = 2.0 ** (self.scale_mantissa_bits + 1)
-            scale = torch.ldexp(torch.round(fraction * steps) / steps, exponent)
-            scale = scale.clamp(max=info.max)
-        return scale.to(self.scale_dtype).to(wide)
+            size = torch.ldexp(torch.round(fraction * steps) / steps, exponent).clamp(max=info.max)
+        return torch.copysign(size.to(self.scale_dtype).to(scale.dtype), scale)
 
 
 def range_params(

@@ -96,14 +96,9 @@ class Hessian:
     def zeros(cls, k: int, device: torch.device | str = "cpu") -> Hessian:
         return cls(sum_KK=torch.zeros(k, k, dtype=torch.float32, device=device))
 
-    def add(self, x_MK: torch.Tensor, name: str = "layer") -> None:
-        """Take in more rows. Raises: UserError when they hold NaN or infinity."""
+    def add(self, x_MK: torch.Tensor) -> None:
+        """Take in more rows [..., K]."""
         x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1]).float()
-        if not bool(torch.isfinite(x_MK).all()):
-            raise UserError(
-                f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows "
-                "in this dtype: calibrate in float32 or bfloat16"
-            )
         self.sum_KK.addmm_(x_MK.T, x_MK)
         self.tokens += x_MK.shape[0]
 
@@ -133,7 +128,8 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
     """
     if not bool(torch.isfinite(hessian_KK).all()):
         raise UserError(
-            f"gptq: the Hessian of {name} must be finite, got NaN or infinity; calibrate in float32"
+            f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows in "
+            "this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
         )
     diagonal = hessian_KK.diagonal()
     dead = diagonal <= 0

@@ -6,7 +6,8 @@ import torch
 
 from ridgeline.formats.grid import GridSpec, range_params, to_codes
 
-_RATIOS = tuple(1.0 - 0.04 * step for step in range(13))
+_RATIOS = tuple(1.12 - 0.04 * step for step in range(14))
+"""Of the plain range; above 1 the extreme moves off the last code, below it is clipped."""
 
 
 def fit_group_params(
@@ -18,14 +19,22 @@ def fit_group_params(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) of each group that round it with least importance-weighted squared error.
 
-    Shapes: grouped [..., g]; importance broadcasts against it (the diagonal of H); results [...].
-    The candidates shrink the group's range [min, max] by `ratios`; 1.0 is the plain range.
+    Shapes: grouped [..., g]; importance broadcasts against it; results [...].
+    The candidates stretch or shrink the plain range by `ratios`. Symmetric codes reach -2^(bits-1) but
+    only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its extreme on the
+    longer side: scales may be negative, which the stored form and every reader allow.
     """
     low, high = grouped.amin(-1), grouped.amax(-1)
     best_scale, best_zero = range_params(low, high, spec)
     least = torch.full_like(low, float("inf"))
     for ratio in ratios:
-        scale, zero = range_params(low * ratio, high * ratio, spec)
+        if spec.symmetric:
+            extreme = torch.where(high > -low, high, low)
+            zero = torch.full_like(low, float(spec.middle))
+            scale = extreme * (-ratio / spec.middle)
+            scale = spec.store(torch.where(extreme == 0, 1.0, scale))
+        else:
+            scale, zero = range_params(low * ratio, high * ratio, spec)
         code = to_codes(grouped, scale[..., None], zero[..., None], spec.max_code)
         error = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).square_()
         total = error.mul_(importance).sum(-1)
@@ -48,7 +57,7 @@ def refit_scales(
     Each output row is its own least-squares problem in R unknowns: A s = b with
     A[r, r'] = c_r^T H c_r', b[r] = c_r^T H w, c_r the row's signed codes inside group r.
     Shapes: target, signed [K, N]; hessian [K, K], damped; old_RN [R, N] is kept for a group whose
-    codes are all zero or whose solution is not a finite positive number.
+    codes are all zero or whose solution is not finite or has shrunk to nothing.
     """
     K, N = target_KN.shape
     R = old_RN.shape[0]
@@ -69,5 +78,5 @@ def refit_scales(
     empty = diagonal <= 0
     diagonal.mul_(1.0 + 1e-4).add_(empty.to(diagonal.dtype))
     scale_RN = torch.linalg.solve(A_NRR, b_RN.T.unsqueeze(-1)).squeeze(-1).T
-    usable = torch.isfinite(scale_RN) & (scale_RN > 0) & ~empty.T
+    usable = torch.isfinite(scale_RN) & (scale_RN.abs() > 0.1 * old_RN.abs()) & ~empty.T
     return torch.where(usable, scale_RN, old_RN)
