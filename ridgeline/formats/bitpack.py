@@ -1,8 +1,8 @@
 """Dense little-endian packing of small unsigned codes into int32 words along one dim.
 
 A block of 32 / gcd(bits, 32) codes fills bits / gcd(bits, 32) words: 8 codes a word for 4 bits, 32
-codes in 3 words for 3 bits. Code j of a block occupies bits [j * bits, (j + 1) * bits) of the block's
-words taken as one little-endian number, so a 3-bit code may straddle two words.
+codes in 3 words for 3 bits. Code j of a block occupies bits [j * bits, (j + 1) * bits) of the
+block's words taken as one little-endian number, so a 3-bit code may straddle two words.
 Golden words: codes 0..7 at 4 bits -> 0x76543210; codes i mod 8, i < 32, at 3 bits -> 0x88FAC688
 0xC688FAC6 0xFAC688FA.
 """

@@ -9,10 +9,12 @@ scales   fp16  [R, N]             R = ceil(K / group_size)
 g_idx    int32 [K]                group of each input; k // group_size unless act-order
 
 Traps this file settles (each has a test with a worked word):
-- v1 with a zero point of 0 has two incompatible writers: per field (0 - 1 -> 2^bits - 1) and a whole-
-  word subtraction of 0x11111111 that borrows from the next field. 3 bits are always per field; at 2, 4
-  and 8 bits a file by GPTQModel is whole-word, any other per field. We never write v1 with such a zero.
-- A symmetric file labelled v1 that holds v2 zeros (or the reverse): every field tells, the label does not.
+- v1 with a zero point of 0 has two incompatible writers: per field (0 - 1 -> 2^bits - 1) and a
+  whole- word subtraction of 0x11111111 that borrows from the next field. 3 bits are always per
+  field; at 2, 4 and 8 bits a file by GPTQModel is whole-word, any other per field. We never write
+  v1 with such a zero.
+- A symmetric file labelled v1 that holds v2 zeros (or the reverse): every field tells, the label
+  does not.
 Source of the layout: AutoGPTQ / GPTQModel checkpoints, read as data.
 """
 
@@ -191,7 +193,8 @@ class GPTQFormat:
         )
 
     def _read_zeros(self, words: torch.Tensor) -> torch.Tensor:
-        """uint8 zero points [R, N] from the stored words, whatever the label says of symmetric ones."""
+        """uint8 zero points [R, N] from the stored words, whatever the label says of symmetric
+        ones."""
         stored = unpack_bits(words, self.bits, 1)
         middle = 2 ** (self.bits - 1)
         if self.symmetric and bool((stored == middle).all()):
@@ -207,10 +210,11 @@ class GPTQFormat:
     # -- sharding ------------------------------------------------------------------------------
 
     def shard_dims(self, axis: str) -> dict[str, int | None]:
-        """The dim of each tensor that a tensor-parallel layer splits; None: every rank holds it whole.
+        """The dim of each tensor that a tensor-parallel layer splits; None: every rank holds it
+        whole.
 
-        axis: "column" splits N, "row" splits K. Under act-order a row-split rank may need any group,
-        so scales and zero points stay whole and g_idx keeps its numbers.
+        axis: "column" splits N, "row" splits K. Under act-order a row-split rank may need any
+        group, so scales and zero points stay whole and g_idx keeps its numbers.
         """
         if axis == "column":
             return {"qweight": 1, "qzeros": 1, "scales": 1, "g_idx": None, "bias": 0}
@@ -225,6 +229,34 @@ class GPTQFormat:
         if axis == "row" and not self.desc_act and self.group_size is not None:
             return math.lcm(block, self.group_size)
         return block
+
+    def shard(
+        self, tensors: dict[str, torch.Tensor], axis: str, rank: int, ranks: int
+    ) -> dict[str, torch.Tensor]:
+        """One rank's tensors of a layer split over N (column) or K (row).
+
+        Under a row split every rank keeps the bias; the caller adds it once.
+        Raises: ValueError when a rank's share is no multiple of shard_multiple.
+        """
+        words_K, n = tensors["qweight"].shape
+        count = n if axis == "column" else words_K * 32 // self.bits
+        dims = self.shard_dims(axis)
+        multiple = self.shard_multiple(axis)
+        if count % (ranks * multiple):
+            raise bad_value(
+                "gptq",
+                f"{axis} split",
+                f"give each of {ranks} ranks a multiple of {multiple}",
+                count,
+                "use fewer ranks or a smaller group",
+            )
+        parts = {}
+        for name, tensor in tensors.items():
+            dim = dims[name]
+            parts[name] = tensor if dim is None else tensor.chunk(ranks, dim)[rank].contiguous()
+        if axis == "row" and dims["scales"] is not None and "g_idx" in parts:
+            parts["g_idx"] = parts["g_idx"] - rank * parts["scales"].shape[0]
+        return parts
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -272,8 +304,17 @@ class GPTQFormat:
         words_K, n = tensors["qweight"].shape
         k = words_K * 32 // self.bits
         specs = self.tensor_specs(n, k, bias="bias" in tensors)
+        g_idx = tensors.get("g_idx")
+        groups = tensors["scales"].shape[0]
+        # A row shard of an act-order layer holds few inputs and every group.
+        whole = g_idx is not None and self.desc_act and groups > specs["scales"].shape[0]
         for name, spec in specs.items():
-            if name in tensors and tuple(tensors[name].shape) != spec.shape:
+            if name not in tensors:
+                continue
+            shape = tuple(tensors[name].shape)
+            if whole and name in ("scales", "qzeros"):
+                shape = (spec.shape[0], *shape[1:]) if shape[0] == groups else shape
+            if shape != spec.shape:
                 raise bad_value(
                     "gptq",
                     name,
@@ -281,11 +322,15 @@ class GPTQFormat:
                     list(tensors[name].shape),
                     "check bits and group_size in the config",
                 )
-        g_idx = tensors.get("g_idx")
-        groups = specs["scales"].shape[0]
-        if g_idx is not None and g_idx.numel() and not 0 <= int(g_idx.min()) <= int(
-            g_idx.max()
-        ) < groups:
+        if (
+            g_idx is not None
+            and g_idx.numel()
+            and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups
+        ):
             raise bad_value(
-                "gptq", "g_idx", f"lie in 0 .. {groups - 1}", "values outside", "the file is damaged"
+                "gptq",
+                "g_idx",
+                f"lie in 0 .. {groups - 1}",
+                "values outside",
+                "the file is damaged",
             )

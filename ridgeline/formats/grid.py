@@ -3,8 +3,8 @@
     symmetric   scale = absmax / (2^(bits-1) - 1/2), zero = 2^(bits-1)
     asymmetric  scale = (max - min) / (2^bits - 1), zero = round(-min / scale), the range includes 0
 
-A scale is rounded to the dtype it will be stored in before codes are made with it, so the file holds
-what was calibrated. A group of zeros has scale 1.
+A scale is rounded to the dtype it will be stored in before codes are made with it, so the file
+holds what was calibrated. A group of zeros has scale 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class GridSpec:
         return 2 ** (self.bits - 1)
 
     def store(self, scale: torch.Tensor) -> torch.Tensor:
-        """Round scales (any float dtype, any sign) to what the file will hold, in the input's dtype.
+        """Round scales (any float dtype, any sign) to what the file will hold, in the input's
+        dtype.
 
         A magnitude stays between the smallest and the largest that the storage dtype holds.
         """
@@ -52,7 +53,8 @@ class GridSpec:
 def range_params(
     low: torch.Tensor, high: torch.Tensor, spec: GridSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) of groups whose values span [low, high]; scale already as stored, zero a whole float."""
+    """(scale, zero) of groups whose values span [low, high]; scale already as stored, zero a whole
+    float."""
     if spec.symmetric:
         reach = torch.maximum(low.abs(), high.abs())
         scale = spec.store(torch.where(reach > 0, reach / (spec.middle - 0.5), 1.0))
@@ -66,12 +68,14 @@ def range_params(
 def to_codes(
     w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, max_code: int
 ) -> torch.Tensor:
-    """Nearest codes as whole floats (shapes broadcast); ties to even before the zero point is added."""
+    """Nearest codes as whole floats (shapes broadcast); ties to even before the zero point is
+    added."""
     return (torch.round(w / scale) + zero).clamp(0, max_code)
 
 
 def group_view(w_NK: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[N, R, group]; a short last group is filled by repeating its last column (no new extremes)."""
+    """[N, R, group]; a short last group is filled by repeating its last column (no new
+    extremes)."""
     N, K = w_NK.shape
     if short := -K % group_size:
         w_NK = torch.cat([w_NK, w_NK[:, -1:].expand(N, short)], dim=1)

@@ -1,1 +1,2 @@
-"""Quantization: the algorithms (rtn, gptq), calibration over a model, the quantized layer, checkpoints."""
+"""Quantization: the algorithms (rtn, gptq), calibration over a model, the quantized layer,
+checkpoints."""

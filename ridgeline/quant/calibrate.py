@@ -1,9 +1,10 @@
 """Quantize a whole model block by block, on any model that is a BlockwiseModel.
 
-Only one block's activations and Hessians are alive at a time. Inside a block the groups of linears are
-taken in data-flow order, each on the outputs of its quantized predecessors (staged.py); the block's
-outputs through its quantized layers are the next block's inputs. Two runs give the same bits.
-Cost: one forward of the calibration tokens, 2 T K^2 FLOPs of Hessian a distinct input, and the solve.
+Only one block's activations and Hessians are alive at a time. Inside a block the groups of linears
+are taken in data-flow order, each on the outputs of its quantized predecessors (staged.py); the
+block's outputs through its quantized layers are the next block's inputs. Two runs give the same
+bits. Cost: one forward of the calibration tokens, 2 T K^2 FLOPs of Hessian a distinct input, and
+the solve.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def quantize_model(
 ) -> QuantizedModel:
     """Quantize every linear of every block as the recipe says.
 
-    The model's own weights are replaced by the dequantized ones as the run goes on (that is what the
-    later blocks are calibrated on); after an exception they are partly replaced: load the model again.
+    The model's own weights are replaced by the dequantized ones as the run goes on (that is what
+    the later blocks are calibrated on); after an exception they are partly replaced: load the model
+    again.
     Shapes: token_ids int64 [B, S], whole sequences without padding; not needed (None) for rtn.
     on_block(index, {full name: weight}) is called as each block is done, to stream it out.
     Raises: TypeError for a model that is no BlockwiseModel; ValueError for missing token ids;

@@ -1,14 +1,16 @@
 """GPTQ: round a weight column by column, spreading each column's error over the columns to come.
 
-Minimize tr (Q - W) H (Q - W)^T over codes, H = X^T X of the layer's inputs. With U the upper Cholesky
-factor of H^-1 (columns in processing order), column k is rounded and its error e = (w_k - q_k) / U_kk
-is taken from the later columns: w_j -= e U_kj. Columns go in blocks of 128: inside a block each column
-first collects the block's earlier errors (one matrix-vector product), later blocks are updated once a
-block (one matrix product).
-Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K small steps,
-so layers that share an input are stacked along N and solved together (rows are independent given U).
-Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, sections 3.2-3.3 (arXiv 2210.17323); static
-groups and act-order: the same authors' public notes; scale refit and the second solve: ours, docs/log.
+Minimize tr (Q - W) H (Q - W)^T over codes, H = X^T X of the layer's inputs. With U the upper
+Cholesky factor of H^-1 (columns in processing order), column k is rounded and its error e = (w_k -
+q_k) / U_kk is taken from the later columns: w_j -= e U_kj. Columns go in blocks of 128: inside a
+block each column first collects the block's earlier errors (one matrix-vector product), later
+blocks are updated once a block (one matrix product).
+Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K small
+steps, so layers that share an input are stacked along N and solved together (rows are independent
+given U).
+Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, sections 3.2-3.3 (arXiv 2210.17323);
+static groups and act-order: the same authors' public notes; scale refit and the second solve: ours,
+docs/log.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ class GPTQOptions:
     """How one layer is solved."""
 
     order: str = "static"
-    """natural: columns as stored; static: by descending diagonal of H with groups kept as stored (no
-    cost at run time); activation: by descending diagonal with groups along that order (g_idx in the
-    file, "desc_act")."""
+    """natural: columns as stored; static: by descending diagonal of H with groups kept as stored
+    (no cost at run time); activation: by descending diagonal with groups along that order (g_idx in
+    the file, "desc_act")."""
     damping: float = 0.01
     """Added to the diagonal of H, as a fraction of its mean. Range (0, 1]."""
     damping_step: float = 0.01
@@ -42,8 +44,8 @@ class GPTQOptions:
     clip_search: bool = True
     """Choose each group's scale for least weighted rounding error instead of its extremes."""
     refits: int = 1
-    """Times that scales are fitted to the codes in the metric H and the columns solved again (static
-    and natural order only)."""
+    """Times that scales are fitted to the codes in the metric H and the columns solved again
+    (static and natural order only)."""
 
     def __post_init__(self) -> None:
         if self.order not in ("natural", "static", "activation"):
@@ -128,8 +130,8 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
     """
     if not bool(torch.isfinite(hessian_KK).all()):
         raise UserError(
-            f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows in "
-            "this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
+            f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows "
+            "in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
         )
     diagonal = hessian_KK.diagonal()
     dead = diagonal <= 0
@@ -161,8 +163,8 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
 def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """Upper U with H^-1 = U^T U, and whether it failed.
 
-    With J the reversal of order and J H J = L L^T, U = J L^-1 J: one factorization and one triangular
-    inverse instead of two factorizations around an inverse.
+    With J the reversal of order and J H J = L L^T, U = J L^-1 J: one factorization and one
+    triangular inverse instead of two factorizations around an inverse.
     """
     lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
     if int(info):
@@ -216,13 +218,9 @@ def _start_groups(target_KN, H, factor, spec, group_size, options) -> _Groups:
     if options.order != "static":
         empty = torch.zeros(R, N, dtype=H.dtype, device=H.device)
         steps = [step // group_size for step in range(K)]
-        return _Groups(
-            scale_RN=empty, zero_RN=empty.clone(), step_group_K=steps, known=False
-        )
+        return _Groups(scale_RN=empty, zero_RN=empty.clone(), step_group_K=steps, known=False)
     importance = _importance(_pivot_weight(factor), group_size)
-    scale_NR, zero_NR = _params(
-        group_view(target_KN.T, group_size), importance, spec, options
-    )
+    scale_NR, zero_NR = _params(group_view(target_KN.T, group_size), importance, spec, options)
     return _Groups(
         scale_RN=scale_NR.T.contiguous(),
         zero_RN=zero_NR.T.contiguous(),

@@ -1,4 +1,5 @@
-"""Group scales better than the extremes: a search over shrunk ranges, and least squares given codes."""
+"""Group scales better than the extremes: a search over shrunk ranges, and least squares given
+codes."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ def fit_group_params(
     """(scale, zero) of each group that round it with least importance-weighted squared error.
 
     Shapes: grouped [..., g]; importance broadcasts against it; results [...].
-    The candidates stretch or shrink the plain range by `ratios`. Symmetric codes reach -2^(bits-1) but
-    only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its extreme on the
-    longer side: scales may be negative, which the stored form and every reader allow.
+    The candidates stretch or shrink the plain range by `ratios`. Symmetric codes reach -2^(bits-1)
+    but only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its extreme on
+    the longer side: scales may be negative, which the stored form and every reader allow.
     """
     low, high = grouped.amin(-1), grouped.amax(-1)
     best_scale, best_zero = range_params(low, high, spec)

@@ -2,9 +2,9 @@
 
 Each batch's forward runs in a thread of its own; only one runs at a time. A hook before a group's
 first linear hands the group's input over and waits. When every batch stands there the group is
-quantized, and the same forwards go on through the quantized layers: each layer is calibrated on what
-its quantized predecessors put out ("true-sequential") at the cost of a single forward a block, and
-only what is live at the stop is held.
+quantized, and the same forwards go on through the quantized layers: each layer is calibrated on
+what its quantized predecessors put out ("true-sequential") at the cost of a single forward a block,
+and only what is live at the stop is held.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 Two layouts are made at load: PyTorch's own int4 packing for few rows (memory-bound: it reads half a
 byte a weight), and the weight widened once for many rows (compute-bound: a plain matmul wins). The
-int4 kernel computes (code - 8) * s + z with s, z in the activation's dtype, so it is taken only where
-that is exact: bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Elsewhere the
-widened weight serves every batch.
-Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at one
-row, bf16 ahead from 16 rows; AVX2, int4 362 us against 472 at one row and ahead to 16 rows, a float32
-matmul ahead from 32 (bf16 is emulated there, so the wide weight is float32).
+int4 kernel computes (code - 8) * s + z with s, z in the activation's dtype, so it is taken only
+where that is exact: bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Elsewhere
+the widened weight serves every batch.
+Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
+one row, bf16 ahead from 16 rows; AVX2, int4 362 us against 472 at one row and ahead to 16 rows, a
+float32 matmul ahead from 32 (bf16 is emulated there, so the wide weight is float32).
 Widening costs 2 (bf16) or 4 (float32) bytes a weight of memory beside the half byte packed.
-Numerics: fp32 accumulation inside; one-hot activations return the weight bit for bit; with a bias the
-int4 path rounds to the activation's dtype before the bias is added.
+Numerics: fp32 accumulation inside; one-hot activations return the weight bit for bit; with a bias
+the int4 path rounds to the activation's dtype before the bias is added.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _wide_is_fast(dtype: torch.dtype) -> bool:
 
 
 def rows_for_wide() -> int:
-    """Rows from which the widened weight is faster than the int4 kernel (measured; module docstring)."""
+    """Rows from which the widened weight is faster than the int4 kernel (measured; module
+    docstring)."""
     return 16 if has_fast_bf16() else 32
 
 
@@ -93,7 +94,8 @@ def forward(
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Few rows through the int4 kernel where the weight allows, else a matmul on the wide weight."""
+    """Few rows through the int4 kernel where the weight allows, else a matmul on the wide
+    weight."""
     if batch_invariant and act_MK.shape[0] > 1:
         rows = [forward(row, prepared, bias_N) for row in act_MK.split(1)]
         return torch.cat(rows)
@@ -108,9 +110,7 @@ def forward(
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
 
 
-def _int4(
-    act_MK: torch.Tensor, prepared: Prepared, bias_N: torch.Tensor | None
-) -> torch.Tensor:
+def _int4(act_MK: torch.Tensor, prepared: Prepared, bias_N: torch.Tensor | None) -> torch.Tensor:
     _, words, scale_zero, order_K = prepared.tensors
     if order_K.numel():
         act_MK = act_MK[:, order_K]

@@ -3,9 +3,9 @@
     prepared = prepare(weight, torch.bfloat16)        # once, at load: picks and lays out
     out = w4a16_linear(act, prepared, bias)           # [..., K] -> [..., N]
 
-`torch.ops.ridgeline.w4a16` has a fake, so torch.compile(fullgraph=True) and torch.export see one opaque
-op; eager calls go to the implementation directly (the dispatcher's 100 us would double a small
-layer's time on a CPU). Inference only: a backward raises by name.
+`torch.ops.ridgeline.w4a16` has a fake, so torch.compile(fullgraph=True) and torch.export see one
+opaque op; eager calls go to the implementation directly (the dispatcher's 100 us would double a
+small layer's time on a CPU). Inference only: a backward raises by name.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """out = act @ dequant(W)^T (+ bias), or silu(gate) * up of it when prepared so.
 
-    Shapes: act [..., K] in prepared.dtype on the weight's device; bias [N] likewise; out [..., N], or
-    [..., N / 2] with silu_mul. batch_invariant: a row's bits do not depend on the other rows.
-    Numerics: fp32 accumulation, one rounding at the end (the CPU's int4 path rounds before the bias).
+    Shapes: act [..., K] in prepared.dtype on the weight's device; bias [N] likewise; out [..., N],
+    or [..., N / 2] with silu_mul. batch_invariant: a row's bits do not depend on the other rows.
+    Numerics: fp32 accumulation, one rounding at the end (the CPU's int4 path rounds before the
+    bias).
     Raises: TypeError for dtypes, ValueError for shapes and devices, in the project's form.
     """
     _check_call(act, prepared, bias_N)
@@ -185,6 +186,9 @@ def _check_weight(weight: QuantizedWeight, dtype: torch.dtype, silu_mul: bool) -
     if silu_mul and n % 2:
         raise bad_value("w4a16", "weight", "have an even N with silu_mul", n, "fuse gate and up")
     groups = -(-k // weight.group_size)
+    if weight.group_of_K is not None:
+        # A row shard of an act-order layer holds few inputs and every group.
+        groups = max(groups, weight.scale_NR.shape[1])
     for name, table in (("scale_NR", weight.scale_NR), ("zero_NR", weight.zero_NR)):
         if table is not None and tuple(table.shape) != (n, groups):
             raise bad_value(

@@ -1,4 +1,5 @@
-"""What an implementation makes of a quantized weight at load: its own tensors and the facts of the layer."""
+"""What an implementation makes of a quantized weight at load: its own tensors and the facts of the
+layer."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One layer's weight in one implementation's layout; `forward` of that implementation reads it."""
+    """One layer's weight in one implementation's layout; `forward` of that implementation reads
+    it."""
 
     impl: str
     """Registry name of the implementation whose layout this is."""

@@ -2,8 +2,8 @@
 
     out[m, n] = sum_k act[m, k] * scale[n, g(k)] * (code[n, k] - zero[n, g(k)])  (+ bias[n])
 
-`compute_dtype` is fp32 (the reference), fp64 (tests of exactness) or the activation's own (the error
-baseline). Reads N K bytes of codes and writes the wide weight: nothing here is fast.
+`compute_dtype` is fp32 (the reference), fp64 (tests of exactness) or the activation's own (the
+error baseline). Reads N K bytes of codes and writes the wide weight: nothing here is fast.
 """
 
 from __future__ import annotations
