@@ -174,17 +174,6 @@ def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return upper, not bool(torch.isfinite(upper).all())
 
 
-@dataclass(slots=True, kw_only=True)
-class _Groups:
-    """Scales and zero points of the layers being solved, and each step's group."""
-
-    scale_RN: torch.Tensor
-    zero_RN: torch.Tensor
-    step_group_K: list[int]
-    known: bool
-    """Set before the solve; otherwise each group is set from the updated weights when it starts."""
-
-
 def quantize_layers(
     weights: list[torch.Tensor],
     hessian_KK: torch.Tensor,
@@ -200,151 +189,157 @@ def quantize_layers(
     Raises: UserError when H cannot be factorized.
     """
     H = hessian_KK if hessian_KK.dtype == torch.float64 else hessian_KK.float()
-    rows = [len(w_NK) for w_NK in weights]
-    factor = factorize(H, options, name)
-    original_KN = torch.cat([w_NK.to(H.dtype) for w_NK in weights]).T
-    target_KN = original_KN.masked_fill(factor.dead_K[:, None], 0.0)
-    groups = _start_groups(target_KN, H, factor, spec, group_size, options)
-    code_KN = _solve(target_KN[factor.order_K], factor, groups, spec, group_size, options)
+    solver = _Solver(weights, H, factorize(H, options, name), spec, group_size, options)
+    signed_KN = solver.solve()
     for _ in range(options.refits):
-        _refit(target_KN, code_KN, H, factor, groups, spec, group_size, options)
-        code_KN = _solve(target_KN[factor.order_K], factor, groups, spec, group_size, options)
-    return _results(original_KN, code_KN, H, factor, groups, spec, group_size, options, rows)
+        solver.refit(signed_KN)
+        signed_KN = solver.solve()
+    return solver.results(signed_KN, [len(w_NK) for w_NK in weights])
 
 
-def _start_groups(target_KN, H, factor, spec, group_size, options) -> _Groups:
-    K, N = target_KN.shape
-    R = -(-K // group_size)
-    if options.order != "static":
-        empty = torch.zeros(R, N, dtype=H.dtype, device=H.device)
-        steps = [step // group_size for step in range(K)]
-        return _Groups(scale_RN=empty, zero_RN=empty.clone(), step_group_K=steps, known=False)
-    importance = _importance(_pivot_weight(factor), group_size)
-    scale_NR, zero_NR = _params(group_view(target_KN.T, group_size), importance, spec, options)
-    return _Groups(
-        scale_RN=scale_NR.T.contiguous(),
-        zero_RN=zero_NR.T.contiguous(),
-        step_group_K=(factor.order_K // group_size).tolist(),
-        known=True,
-    )
+class _Solver:
+    """The stacked layers, transposed to [K, N] so that a column is one run of memory."""
 
+    def __init__(
+        self,
+        weights: list[torch.Tensor],
+        H: torch.Tensor,
+        factor: Factor,
+        spec: GridSpec,
+        group_size: int,
+        options: GPTQOptions,
+    ) -> None:
+        self.H, self.factor, self.spec = H, factor, spec
+        self.group_size, self.options = group_size, options
+        self.original_KN = torch.cat([w_NK.to(H.dtype) for w_NK in weights]).T.contiguous()
+        self.target_KN = self.original_KN.masked_fill(factor.dead_K[:, None], 0.0)
+        # What a squared rounding error in a column finally costs, once the later columns have taken
+        # what they can of it; in processing order.
+        self.cost_K = factor.upper_KK.diagonal().square().reciprocal()
+        K, N = self.target_KN.shape
+        steps = torch.arange(K, device=H.device)
+        self.static = options.order == "static"
+        self.step_group_K = (factor.order_K if self.static else steps) // group_size
+        self.scale_RN = torch.zeros(-(-K // group_size), N, dtype=H.dtype, device=H.device)
+        self.zero_RN = torch.zeros_like(self.scale_RN)
+        # Static groups are set here; others from the updated weights when each group starts.
+        self.known = self.static
+        if self.static:
+            cost_K = torch.empty_like(self.cost_K)
+            cost_K[factor.order_K] = self.cost_K
+            padded = torch.nn.functional.pad(cost_K, (0, -K % group_size))
+            grouped = group_view(self.target_KN.T, group_size)
+            scale_NR, zero_NR = self._params(grouped, padded.reshape(-1, group_size))
+            self.scale_RN, self.zero_RN = scale_NR.T.contiguous(), zero_NR.T.contiguous()
 
-def _pivot_weight(factor: Factor) -> torch.Tensor:
-    """1 / U_kk^2 in stored order: what a squared rounding error in column k finally costs, once the
-    later columns have taken what they can of it."""
-    weight_K = torch.empty_like(factor.upper_KK.diagonal())
-    weight_K[factor.order_K] = factor.upper_KK.diagonal().square().reciprocal()
-    return weight_K
+    def _params(
+        self, grouped: torch.Tensor, importance: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.options.clip_search:
+            return fit_group_params(grouped, importance, self.spec)
+        return range_params(grouped.amin(-1), grouped.amax(-1), self.spec)
 
+    def solve(self) -> torch.Tensor:
+        """All columns, block by block: signed codes (code - zero) [K, N] in processing order."""
+        work_KN = self.target_KN[self.factor.order_K]
+        upper_KK, block = self.factor.upper_KK, self.options.block
+        signed_KN = torch.empty_like(work_KN)
+        for start in range(0, len(work_KN), block):
+            stop = min(start + block, len(work_KN))
+            error_BN = self._solve_block(work_KN, signed_KN, start, stop)
+            if stop < len(work_KN):
+                work_KN[stop:].addmm_(upper_KK[start:stop, stop:].T, error_BN, alpha=-1)
+        self.known = True
+        return signed_KN
 
-def _importance(diagonal_K: torch.Tensor, group_size: int) -> torch.Tensor:
-    """A weight of each column by group [R, g]; 0 in the padding of a short last group."""
-    pad = -len(diagonal_K) % group_size
-    return torch.nn.functional.pad(diagonal_K, (0, pad)).reshape(-1, group_size)
-
-
-def _params(grouped, importance, spec, options) -> tuple[torch.Tensor, torch.Tensor]:
-    if options.clip_search:
-        return fit_group_params(grouped, importance, spec)
-    return range_params(grouped.amin(-1), grouped.amax(-1), spec)
-
-
-def _solve(work_KN, factor, groups, spec, group_size, options) -> torch.Tensor:
-    """The column loop on a copy [K, N] in processing order; signed codes [K, N] in that order."""
-    K, N = work_KN.shape
-    signed_KN = torch.empty_like(work_KN)
-    importance_K = factor.upper_KK.diagonal().square().reciprocal()
-    for start in range(0, K, options.block):
-        stop = min(start + options.block, K)
-        error_BN = torch.empty(stop - start, N, dtype=work_KN.dtype, device=work_KN.device)
+    def _solve_block(
+        self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """The columns of one block in turn; their errors over U_kk."""
+        max_code = self.spec.max_code
+        error_BN = torch.empty_like(work_KN[start:stop])
         # Row j holds U[start + i, start + j] for i < j: what column j takes of earlier errors.
-        taken_BB = factor.upper_KK[start:stop, start:stop].T.contiguous()
+        taken_BB = self.factor.upper_KK[start:stop, start:stop].T.contiguous()
         pivots = taken_BB.diagonal().tolist()
-        for step in range(start, stop):
-            j = step - start
-            if not groups.known and step % group_size == 0:
-                end = min(step + group_size, K)
-                spread = factor.upper_KK[start:step, step:end]
-                current = work_KN[step:end] - spread.T @ error_BN[:j]
-                _set_group(groups, step, current, importance_K[step:end], spec, options)
+        groups = self.step_group_K[start:stop].tolist()
+        for j, group in enumerate(groups):
+            step = start + j
+            if not self.known and step % self.group_size == 0:
+                self._set_group(work_KN, error_BN[:j], start, step)
             w_N = work_KN[step]
             if j:
                 w_N = torch.addmv(w_N, error_BN[:j].T, taken_BB[j, :j], alpha=-1)
-            group = groups.step_group_K[step]
-            scale_N, zero_N = groups.scale_RN[group], groups.zero_RN[group]
+            scale_N, zero_N = self.scale_RN[group], self.zero_RN[group]
             signed_N = signed_KN[step]
             torch.div(w_N, scale_N, out=signed_N)
-            signed_N.round_().add_(zero_N).clamp_(0, spec.max_code).sub_(zero_N)
+            signed_N.round_().add_(zero_N).clamp_(0, max_code).sub_(zero_N)
             torch.addcmul(w_N, signed_N, scale_N, value=-1, out=error_BN[j])
             error_BN[j].div_(pivots[j])
-        if stop < K:
-            work_KN[stop:].addmm_(factor.upper_KK[start:stop, stop:].T, error_BN, alpha=-1)
-    return signed_KN
+        return error_BN
 
+    def _set_group(
+        self, work_KN: torch.Tensor, error_JN: torch.Tensor, start: int, step: int
+    ) -> None:
+        """Group parameters from the weights as they stand when the group starts, the errors of this
+        block included (a group may begin inside a block or be longer than it)."""
+        end = min(step + self.group_size, len(work_KN))
+        current = work_KN[step:end] - self.factor.upper_KK[start:step, step:end].T @ error_JN
+        scale_N, zero_N = self._params(current.T, self.cost_K[step:end])
+        group = step // self.group_size
+        self.scale_RN[group], self.zero_RN[group] = scale_N, zero_N
 
-def _set_group(groups, step, current_gN, importance_g, spec, options) -> None:
-    """Group parameters from the weights as they stand when the group starts."""
-    scale_N, zero_N = _params(current_gN.T, importance_g, spec, options)
-    group = groups.step_group_K[step]
-    groups.scale_RN[group], groups.zero_RN[group] = scale_N, zero_N
+    def refit(self, signed_KN: torch.Tensor) -> None:
+        """Scales by least squares for the codes at hand; they stay fixed in the next solve.
 
+        Groups are contiguous in stored order when static, else in processing order.
+        """
+        order = self.factor.order_K
+        damped_KK = self.H.clone()
+        damped_KK.diagonal().add_(self.factor.damping * self.H.diagonal().mean())
+        target_KN = self.target_KN
+        if self.static:
+            codes_KN = torch.empty_like(signed_KN)
+            codes_KN[order] = signed_KN
+        else:
+            codes_KN, target_KN = signed_KN, target_KN[order]
+            damped_KK = damped_KK[order][:, order]
+        scale_RN = refit_scales(target_KN, codes_KN, damped_KK, self.group_size, self.scale_RN)
+        self.scale_RN = self.spec.store(scale_RN)
 
-def _refit(target_KN, signed_KN, H, factor, groups, spec, group_size, options) -> None:
-    """Scales by least squares for the codes at hand; they stay fixed in the next solve.
-
-    Groups must be contiguous: in stored order for static groups, else in processing order.
-    """
-    order = factor.order_K
-    damped_KK = H.clone()
-    damped_KK.diagonal().add_(factor.damping * H.diagonal().mean())
-    if options.order == "static":
-        codes_KN = torch.empty_like(signed_KN)
-        codes_KN[order] = signed_KN
-    else:
-        codes_KN, target_KN = signed_KN, target_KN[order]
-        damped_KK = damped_KK[order][:, order]
-    scale_RN = refit_scales(target_KN, codes_KN, damped_KK, group_size, groups.scale_RN)
-    groups.scale_RN = spec.store(scale_RN)
-    groups.known = True
-
-
-def _results(
-    original_KN, signed_KN, H, factor, groups, spec, group_size, options, rows
-) -> list[tuple[QuantizedWeight, LayerReport]]:
-    """Undo the order, split the stack, measure."""
-    order = factor.order_K
-    step_group = torch.tensor(groups.step_group_K, device=order.device)
-    K = len(order)
-    code_KN = torch.empty(original_KN.shape, dtype=torch.uint8, device=order.device)
-    code_KN[order] = (signed_KN + groups.zero_RN[step_group]).to(torch.uint8)
-    group_of_K = torch.empty(K, dtype=torch.int32, device=order.device)
-    group_of_K[order] = step_group.to(torch.int32)
-    keep_table = options.order == "activation"
-    results, first = [], 0
-    for count in rows:
-        part = slice(first, first + count)
-        first += count
-        weight = QuantizedWeight(
-            code_NK=code_KN[:, part].T.contiguous(),
-            scale_NR=groups.scale_RN[:, part].T.to(spec.scale_dtype).contiguous(),
-            zero_NR=None
-            if spec.symmetric
-            else groups.zero_RN[:, part].T.to(torch.uint8).contiguous(),
-            bits=spec.bits,
-            group_size=group_size,
-            group_of_K=group_of_K if keep_table else None,
-        )
-        w_NK = original_KN[:, part].T
-        loss, relative = output_error(w_NK, weight.dequantize().to(H.dtype), H)
-        report = LayerReport(
-            loss=loss,
-            relative_error=relative,
-            damping=factor.damping,
-            damping_raises=factor.raises,
-            dead_columns=int(factor.dead_K.sum()),
-        )
-        results.append((weight, report))
-    return results
+    def results(
+        self, signed_KN: torch.Tensor, rows: list[int]
+    ) -> list[tuple[QuantizedWeight, LayerReport]]:
+        """Undo the order, split the stack, measure."""
+        order, spec = self.factor.order_K, self.spec
+        code_KN = torch.empty(signed_KN.shape, dtype=torch.uint8, device=order.device)
+        code_KN[order] = (signed_KN + self.zero_RN[self.step_group_K]).to(torch.uint8)
+        group_of_K = torch.empty(len(order), dtype=torch.int32, device=order.device)
+        group_of_K[order] = self.step_group_K.to(torch.int32)
+        code_NK, scale_NR = code_KN.T, self.scale_RN.T.to(spec.scale_dtype)
+        zero_NR = self.zero_RN.T.to(torch.uint8)
+        results, first = [], 0
+        for count in rows:
+            part = slice(first, first + count)
+            first += count
+            weight = QuantizedWeight(
+                code_NK=code_NK[part].contiguous(),
+                scale_NR=scale_NR[part].contiguous(),
+                zero_NR=None if spec.symmetric else zero_NR[part].contiguous(),
+                bits=spec.bits,
+                group_size=self.group_size,
+                group_of_K=group_of_K if self.options.order == "activation" else None,
+            )
+            w_NK = self.original_KN[:, part].T
+            loss, relative = output_error(w_NK, weight.dequantize().to(w_NK.dtype), self.H)
+            report = LayerReport(
+                loss=loss,
+                relative_error=relative,
+                damping=self.factor.damping,
+                damping_raises=self.factor.raises,
+                dead_columns=int(self.factor.dead_K.sum()),
+            )
+            results.append((weight, report))
+        return results
 
 
 def output_error(
