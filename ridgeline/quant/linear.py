@@ -39,7 +39,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.layout, self.out_features, self.in_features = layout, n, k
         self.dtype, self.impl = dtype, impl
-        self.bias: torch.Tensor | None = None
+        self.bias: torch.Tensor | None
+        self.register_buffer("bias", None)
         for name, spec in layout.tensor_specs(n, k, bias=bias).items():
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             self.register_buffer(name, tensor)
