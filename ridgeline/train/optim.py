@@ -1,12 +1,13 @@
 """AdamW over the named parameters of one model part, its schedule, and clipping by the global norm.
 
-    m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2 ;  p <- p - lr (m' / (sqrt(v') + eps) + decay p)
+    m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2 ;  p <- p - lr (m' / (sqrt(v') + eps) +
+    decay p)
 
-with bias-corrected m', v', on fp32 values: a parameter of another dtype has a fp32 master copy, into
-whose gradient each micro-batch's gradient is added, so that accumulation does not round to bf16.
-State is keyed by full parameter name. Memory bound: 16 bytes a parameter are read and 12 written.
-Sources: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101) and "SGDR"
-(1608.03983) for the cosine.
+with bias-corrected m', v', on fp32 values: a parameter of another dtype has a fp32 master copy,
+into whose gradient each micro-batch's gradient is added, so that accumulation does not round to
+bf16. State is keyed by full parameter name. Memory bound: 16 bytes a parameter are read and 12
+written. Sources: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101)
+and "SGDR" (1608.03983) for the cosine.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ridgeline.train.config import OptimConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate of a step (0 is the first): linear warmup to the peak, then half a cosine down to
-    min_lr_ratio of it at the last step. A function of the step alone, so resuming needs no state."""
+    """Learning rate of a step (0 is the first): linear warmup to the peak, then half a cosine down
+    to min_lr_ratio of it at the last step. A function of the step alone, so resuming needs no
+    state."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     span = steps - 1 - config.warmup_steps
@@ -74,7 +76,7 @@ class PartOptimizer:
             group["lr"] = lr
         self._adamw.step()
         if self._low:
-            torch._foreach_copy_(
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [self.parameters[n] for n in self._low], [self.masters[n] for n in self._low]
             )
 
@@ -98,8 +100,8 @@ class PartOptimizer:
         wanted |= {f"master.{name}" for name in self._low}
         if tensors and (unmatched := sorted(wanted ^ tensors.keys())):
             raise UserError(
-                f"checkpoint: optimizer state does not fit the model; {len(unmatched)} names are in "
-                f"one of them only, first {unmatched[0]}"
+                f"checkpoint: optimizer state does not fit the model; {len(unmatched)} names are "
+                f"in one of them only, first {unmatched[0]}"
             )
         for name, master in self.masters.items() if tensors else ():
             state = {}
@@ -133,9 +135,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     return master
 
 
-def clip_gradients(
-    optimizers: Sequence[PartOptimizer], max_norm: float | None
-) -> torch.Tensor:
+def clip_gradients(optimizers: Sequence[PartOptimizer], max_norm: float | None) -> torch.Tensor:
     """Scale all parts' gradients so that their common 2-norm is at most `max_norm`.
 
     Returns the norm before clipping, an fp32 scalar on the device. None: not clipped.

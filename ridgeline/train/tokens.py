@@ -46,6 +46,10 @@ class TextTokenizer:
     def digest(self) -> str:
         return hashlib.sha256(self.json_text.encode()).hexdigest()
 
+    def files(self) -> dict[str, str]:
+        """What to write to a folder, name -> text."""
+        return {"tokenizer.json": self.json_text, **self.extra_files}
+
     def build(self) -> tokenizers.Tokenizer:
         """The library's object."""
         return tokenizers.Tokenizer.from_str(self.json_text)
