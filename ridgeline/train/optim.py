@@ -103,8 +103,9 @@ class PartOptimizer:
                 f"checkpoint: optimizer state does not fit the model; {len(unmatched)} names are "
                 f"in one of them only, first {unmatched[0]}"
             )
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for name, master in self.masters.items() if tensors else ():
-            state = {}
+            states[master] = {}
             for kind in kinds:
                 tensor = tensors[f"{kind}.{name}"]
                 if kind != "step" and tensor.shape != master.shape:
@@ -112,10 +113,11 @@ class PartOptimizer:
                         f"checkpoint: {kind}.{name} has shape {tuple(tensor.shape)}, the model "
                         f"{tuple(master.shape)}"
                     )
-                state[kind] = tensor.to(master.device, torch.float32, copy=True)
-            self._adamw.state[master] = state
-            if name in self._low:
-                master.copy_(tensors[f"master.{name}"])
+                states[master][kind] = tensor.to(master.device, torch.float32, copy=True)
+        self._adamw.state.clear()
+        self._adamw.state.update(states)
+        for name in self._low if tensors else ():
+            self.masters[name].copy_(tensors[f"master.{name}"])
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -128,17 +128,12 @@ def model_config(config: TrainConfig, tokenizer: TextTokenizer) -> DecoderConfig
     choice = config.model
     shape = load_config(choice.folder) if choice.folder is not None else preset(choice.preset)
     if choice.init == "random":
-        fits = tokenizer.vocab_size == shape.vocab_size
-        if choice.folder is None or not fits:
-            shape = replace(
-                shape,
-                vocab_size=max(
-                    tokenizer.vocab_size, shape.vocab_size * (choice.folder is not None)
-                ),
-                eos_token_ids=(tokenizer.end_id,),
-                bos_token_id=None,
-                pad_token_id=None,
-            )
+        least = shape.vocab_size if choice.folder is not None else 0
+        shape = replace(shape, vocab_size=max(tokenizer.vocab_size, least))
+        if choice.folder is None or config.data.tokenizer != "auto":
+            # Ids of special tokens belong to the tokenizer, not to the shape.
+            ends = (tokenizer.end_id,)
+            shape = replace(shape, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
             f"train: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary "
