@@ -91,10 +91,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits.sub_(logsumexp).exp_()
             grad.scatter_add_(1, picked, torch.full_like(logsumexp, -1.0))
-            grad = (grad * valid[:, None]).to(x.dtype)
+            grad = grad.mul_(valid[:, None]).to(x.dtype)
             if grad_x is not None:
                 torch.mm(grad, weight_VC, out=grad_x[rows])
-            if grad_weight is not None:
+            if grad_weight is not None and x.dtype == wide:
+                grad_weight.addmm_(grad.T, x)
+            elif grad_weight is not None:
                 grad_weight += grad.T @ x
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VC.dtype

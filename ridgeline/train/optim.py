@@ -96,15 +96,16 @@ class PartOptimizer:
         Raises: UserError where names or shapes do not fit these parameters.
         """
         kinds = ("exp_avg", "exp_avg_sq", "step")
-        wanted = {f"{kind}.{name}" for name in self.masters for kind in kinds}
+        stepped = any(name.startswith("exp_avg.") for name in tensors)  # else: saved before a step
+        wanted = {f"{kind}.{name}" for name in self.masters for kind in kinds if stepped}
         wanted |= {f"master.{name}" for name in self._low}
-        if tensors and (unmatched := sorted(wanted ^ tensors.keys())):
+        if unmatched := sorted(wanted ^ tensors.keys()):
             raise UserError(
                 f"checkpoint: optimizer state does not fit the model; {len(unmatched)} names are "
                 f"in one of them only, first {unmatched[0]}"
             )
         states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for name, master in self.masters.items() if tensors else ():
+        for name, master in self.masters.items() if stepped else ():
             states[master] = {}
             for kind in kinds:
                 tensor = tensors[f"{kind}.{name}"]
@@ -116,7 +117,7 @@ class PartOptimizer:
                 states[master][kind] = tensor.to(master.device, torch.float32, copy=True)
         self._adamw.state.clear()
         self._adamw.state.update(states)
-        for name in self._low if tensors else ():
+        for name in self._low:
             self.masters[name].copy_(tensors[f"master.{name}"])
 
 

@@ -51,8 +51,11 @@ class TextTokenizer:
         return {"tokenizer.json": self.json_text, **self.extra_files}
 
     def build(self) -> tokenizers.Tokenizer:
-        """The library's object."""
-        return tokenizers.Tokenizer.from_str(self.json_text)
+        """The library's object; never cuts or pads, whatever its file says."""
+        built = tokenizers.Tokenizer.from_str(self.json_text)
+        built.no_truncation()
+        built.no_padding()
+        return built
 
 
 def parse_tokenizer(

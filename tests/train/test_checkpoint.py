@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from ridgeline.core.errors import UserError
 from ridgeline.train import checkpoint
@@ -126,16 +127,21 @@ def test_a_damaged_later_one_does_not_push_out_a_good_one(tmp_path):
         assert latest(tmp_path) == tmp_path / "step-00000005"
 
 
-def test_an_interrupted_save_leaves_the_previous_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("_sha256", OSError(28, "No space left on device")),
+        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch, name, error):
     save(tmp_path, snapshot(1), keep_last=1)
 
-    def fail(path):
-        raise OSError(28, "No space left on device")
+    def fail(*_):
+        raise error
 
-    monkeypatch.setattr(checkpoint, "_sha256", fail)
-    with pytest.raises(
-        UserError, match=r"could not write .*step-00000002: No space left on device"
-    ):
+    monkeypatch.setattr(checkpoint, name, fail)
+    with pytest.raises(UserError, match=r"could not write .*: .*No space left on device"):
         save(tmp_path, snapshot(2), keep_last=1)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

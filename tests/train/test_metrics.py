@@ -71,6 +71,15 @@ def test_rows_after_the_resumed_step_go(tmp_path):
     assert rows_of(tmp_path) == []
 
 
+def test_a_full_disk_is_one_line(tmp_path):
+    log = MetricsLog(tmp_path, LogConfig(), 0)
+    log._file.close()
+    log._file = open("/dev/full", "a", encoding="utf-8")
+    with pytest.raises(UserError, match=r"could not write metrics.jsonl: No space left on device"):
+        log.write("train", 1, loss=1.0)
+    log.close()
+
+
 def test_tensorboard_is_refused_where_it_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(UserError, match=r"pip install 'ridgeline\[tensorboard\]'"):

@@ -101,6 +101,15 @@ def test_a_tokenizer_from_a_folder(tmp_path):
     assert choose_tokenizer(DataConfig(tokenizer=str(folder / "tokenizer.json")), None) == found
 
 
+def test_settings_that_cut_or_pad_are_not_followed():
+    built = byte_tokenizer().build()
+    built.enable_truncation(3)
+    built.enable_padding(length=9)
+    assert len(built.encode("abcdef").ids) == 9
+    found = parse_tokenizer(built.to_str(), "here")
+    assert found.build().encode("abcdef").ids == list(b"abcdef")
+
+
 def test_tokenizers_that_are_none(tmp_path):
     with pytest.raises(UserError, match=r"could not read .*tokenizer.json: No such file"):
         load_tokenizer(tmp_path)

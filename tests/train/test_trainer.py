@@ -58,6 +58,22 @@ def test_a_damaged_checkpoint_costs_only_its_steps(make_config, uninterrupted):
     assert_same(config, expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_signal_before_the_first_step_is_done(make_config, uninterrupted, monkeypatch, dtype):
+    expected, config = uninterrupted(dtype=dtype), make_config(dtype=dtype)
+    batch = PackedSamples.batch
+
+    def interrupting(self, indices):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, indices)
+
+    monkeypatch.setattr(PackedSamples, "batch", interrupting)
+    assert train(config).step == 0
+    monkeypatch.undo()
+    assert train(config).resumed_from == 0
+    assert_same(config, expected)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_stops(make_config, uninterrupted, number, capsys):
     expected, config = uninterrupted(), make_config(checkpoint={"every_steps": 0})
