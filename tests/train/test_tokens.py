@@ -58,6 +58,13 @@ def test_the_cache_is_used_and_renewed(tmp_path, monkeypatch):
     assert len({first.fingerprint, other.fingerprint, by_file.fingerprint}) == 3
 
 
+def test_another_rule_is_another_entry(tmp_path):
+    file, cache = write(tmp_path, "a\n#\nb\n%\nc\n"), tmp_path / "cache"
+    rules = [DocumentRule(kind="separator", separator=line) for line in ("#", "%")]
+    stores = [tokenize_files([file], rule, byte_tokenizer(), cache) for rule in rules]
+    assert [store.offsets.tolist() for store in stores] == [[0, 2, 8], [0, 6, 8]]
+
+
 def test_a_bad_file_leaves_nothing_in_the_cache(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"good\n\nbad \xff")
