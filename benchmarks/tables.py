@@ -3,8 +3,8 @@
   python benchmarks/tables.py           write them between the markers of README.md
   python benchmarks/tables.py --check   exit 1 if README.md is not up to date
 
-`support` comes from the registry; `results` from benchmarks/results/<gpu>/<op>.jsonl, where the last
-row of a cell counts and a peer counts only from the same run as ours.
+`support` comes from the registry; `results` from benchmarks/results/<gpu>/<op>.jsonl, where the
+last row of a cell counts and a peer counts only from the same run as ours.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def results_tables(rows: list[Row]) -> str:
-    """Kernels against their peers, then training, serving and quantization, where there are rows."""
+    """Kernels against their peers, then training, serving and quantization, as there are rows."""
     parts = [
         _kernel_table([row for row in rows if row["op"] in ("attention", "w4a16")]),
         _train_table([row for row in rows if row["op"] == "train"]),
@@ -105,8 +105,8 @@ def is_ours(row: Row) -> bool:
 
 
 def cells(rows: list[Row]) -> list[tuple[Row, Row | None]]:
-    """The newest row of ours for each (gpu, op, direction, dtype, shape), with the fastest peer of the
-    same run."""
+    """The newest row of ours for each (gpu, op, direction, dtype, shape), with the fastest peer of
+    the same run."""
     mine: dict[str, Row] = {}
     for row in rows:
         if is_ours(row):
@@ -130,7 +130,7 @@ def _cell(row: Row) -> str:
 
 
 def headline(pairs: list[tuple[Row, Row | None]]) -> list[tuple[Row, Row | None]]:
-    """Per (gpu, op, direction, dtype) the longest-running cell: where a kernel shows what it can."""
+    """Per (gpu, op, direction, dtype) the longest-running cell: a kernel shows there what it can."""
     best: dict[tuple, tuple[Row, Row | None]] = {}
     for row, peer in pairs:
         decode = row["op"] == "w4a16" and row["shape"]["m"] <= 16
@@ -190,7 +190,8 @@ def _latest(rows: list[Row], keys: tuple[str, ...]) -> list[Row]:
 def _train_table(rows: list[Row]) -> str:
     body = [
         (
-            row["gpu"], row["model"], row.get("impl", "ours"), shape_text(row["layout"]) or "one device",
+            row["gpu"], row["model"], row.get("impl", "ours"),
+            shape_text(row["layout"]) or "one device",
             str(row["seqlen"]), f"{row['tokens_per_s_per_gpu']:,.0f}",
             f"{100 * row['mfu_noncausal']:.1f}% / {100 * row['mfu_causal']:.1f}%",
             f"{row['date'][:10]}, {row['commit'][:8]}",
@@ -221,7 +222,8 @@ def _serve_table(rows: list[Row]) -> str:
 def _quantize_table(rows: list[Row]) -> str:
     body = [
         (
-            row["gpu"], row["model"], f"{row['method']}, {row['bits']} bits, group {row['group_size']}",
+            row["gpu"], row["model"],
+            f"{row['method']}, {row['bits']} bits, group {row['group_size']}",
             "symmetric" if row["symmetric"] else "asymmetric",
             f"{row['ppl_before']:.3f}", f"{row['ppl_after']:.3f}", f"{row['seconds']:.0f}",
             f"{row['date'][:10]}, {row['commit'][:8]}",

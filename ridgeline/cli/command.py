@@ -1,7 +1,7 @@
 """What a command module gives to the command line: one `COMMAND`.
 
-A command is a frozen config dataclass (its flags) and a function of the command's name that takes it
-and returns a plain dict; `show` turns that dict into what a person reads. With `--json` the same
+A command is a frozen config dataclass (its flags) and a function of the command's name that takes
+it and returns a plain dict; `show` turns that dict into what a person reads. With `--json` the same
 dict is printed as one JSON line instead.
 """
 

@@ -86,8 +86,8 @@ def versions() -> dict[str, str | None]:
 
 
 def implementations(arch: Arch) -> list[dict[str, Any]]:
-    """Every implementation of every op: the dtypes in which it takes the op's typical problem there,
-    or why it takes it in none."""
+    """Every implementation of every op: the dtypes in which it takes the op's typical problem
+    there, or why it takes it in none."""
     rows = []
     for op in registry.ops():
         for impl in registry.impls(op):

@@ -66,7 +66,8 @@ def show(result: Result) -> str:
         f"work       {flops_text(result['flops'])}, {bytes_text(result['bytes'])} at the least: "
         f"{number(result['intensity'])} FLOP/byte",
         f"ridge      {number(result['ridge'])} FLOP/byte in {dtype}: "
-        f"{number(result['ceiling_tflops'])} TFLOP/s over {number(result['ceiling_read_gbps'])} GB/s",
+        f"{number(result['ceiling_tflops'])} TFLOP/s over "
+        f"{number(result['ceiling_read_gbps'])} GB/s",
         f"floor      {number(result['floor_us'])} us, {result['bound']}-bound "
         f"(compute {number(result['compute_us'])} us, memory {number(result['memory_us'])} us)",
         f"ceilings   {result['ceilings']}",

@@ -23,9 +23,9 @@ from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 
 COMMANDS: dict[str, str] = {
-    "quickstart": "The whole path on real weights: perplexity, 4 bits, generation, training, report.",
+    "quickstart": "The whole path on real weights, from perplexity to 4 bits, ending in a report.",
     "doctor": "What this machine has, which implementations run on it, and its measured ceilings.",
-    "explain": "Which kernel and tile a problem gets, why the others refuse, and its roofline floor.",
+    "explain": "Which kernel and tile a problem gets, why others refuse, and its roofline floor.",
     "train": "Train a decoder on text files.",
     "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
     "eval": "Perplexity of a model folder on a text file.",
@@ -70,7 +70,7 @@ def usage() -> str:
         "commands:",
         *(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()),
         "",
-        "ridgeline <command> --help lists a command's options; every command takes --json and --debug.",
+        "ridgeline <command> --help lists a command's options; all take --json and --debug.",
         "ridgeline --version prints the version.",
     ]
     return "\n".join(lines)
@@ -84,7 +84,7 @@ def load_command(name: str) -> Command:
 def parse(prog: str, config: type, words: list[str]) -> tuple[Any, Output]:
     """Read a command's flags into its config and the output flags.
 
-    Raises: SystemExit(2) for flags that do not parse, ValueError for values that the config refuses.
+    Raises: SystemExit(2) for flags that do not parse, ValueError for values the config refuses.
     """
     import tyro
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 # Importing an op's module registers its implementations; their own modules load when chosen.
 import ridgeline.kernels.attention.op
-import ridgeline.kernels.w4a16.op  # noqa: F401
+import ridgeline.kernels.w4a16.impls  # noqa: F401
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.errors import bad_value
 from ridgeline.kernels.attention.problem import AttentionProblem
@@ -179,7 +179,7 @@ QUERIES: dict[str, type] = {"attention": AttentionQuery, "w4a16": W4A16Query}
 
 
 def typical(op: str, dtype: str) -> Any:
-    """The problem by which the tables judge an op: a prefill layer, a decode linear of an 8B model."""
+    """The problem by which tables judge an op: a prefill layer, a decode linear of an 8B model."""
     if op == "attention":
         return AttentionQuery(seqlen=4096, heads=32, kv_heads=8, causal=True, dtype=dtype).problem()  # pyright: ignore[reportArgumentType]
     return W4A16Query(m=1, n=14336, k=4096, dtype=dtype).problem()  # pyright: ignore[reportArgumentType]

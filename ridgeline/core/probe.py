@@ -1,8 +1,8 @@
 """Measuring a machine's ceilings: read and copy bandwidth, matmul rate by dtype.
 
 Arrays are eight times the last-level cache (four GiB at most on a GPU), so reads come from memory.
-Each figure is the best of repeated runs inside a time budget: a ceiling is what the machine has been
-seen to do, and a busy neighbour only ever hides it. Method as STREAM's (McCalpin, 1995): bytes are
+Each figure is the best of repeated runs inside a time budget: a ceiling is what the machine has
+been seen to do, and a busy neighbour only ever hides it. Method as STREAM's (McCalpin, 1995): bytes are
 those the program asks for, copy counts read plus written.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ridgeline.core import progress
@@ -60,7 +60,7 @@ def measure_ceilings(device: str = "cpu", budget_s: float = 0.5) -> Ceilings:
         for name in dtypes:
             tflops[name] = _matmul_tflops(arch, device, name, budget_s)
             advance(note=f"{name} {tflops[name]:.3g} TFLOP/s")
-    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
     threads = "" if arch.is_gpu else f", {torch.get_num_threads()} threads"
     return Ceilings(
         read_gbps=read_gbps,
