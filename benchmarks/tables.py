@@ -130,7 +130,7 @@ def _cell(row: Row) -> str:
 
 
 def headline(pairs: list[tuple[Row, Row | None]]) -> list[tuple[Row, Row | None]]:
-    """Per (gpu, op, direction, dtype) the longest-running cell: a kernel shows there what it can."""
+    """Per (gpu, op, direction, dtype) the longest-running cell, where a kernel shows most."""
     best: dict[tuple, tuple[Row, Row | None]] = {}
     for row, peer in pairs:
         decode = row["op"] == "w4a16" and row["shape"]["m"] <= 16

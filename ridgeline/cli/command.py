@@ -36,6 +36,11 @@ class Command:
     """The result as text for a person ("" where all was said already)."""
     kept: Callable[[Any], str]
     """After Ctrl-C: what is kept and how to go on, in one line."""
+    defaults: Callable[[list[str]], tuple[Any, list[str]]] | None = None
+    """Takes words out of the flags (a config file) and returns the config whose values become the
+    flags' defaults, and the rest; None: the dataclass's own defaults."""
+    note: str = ""
+    """What --help says under the summary."""
 
 
 def nothing_kept(_config: Any) -> str:

@@ -95,7 +95,7 @@ def _config_dict(config: Any) -> Any:
 
 def _config_text(config: Any) -> str:
     if not isinstance(config, dict):
-        return "chosen inside PyTorch" if config is None else str(config)
+        return "left to the implementation" if config is None else str(config)
     return ", ".join(f"{name} {value}" for name, value in config.items())
 
 

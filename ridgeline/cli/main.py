@@ -81,8 +81,12 @@ def load_command(name: str) -> Command:
     return importlib.import_module(f"ridgeline.cli.{name}").COMMAND
 
 
-def parse(prog: str, config: type, words: list[str]) -> tuple[Any, Output]:
+def parse(
+    prog: str, config: type, words: list[str], default: Any = None, note: str = ""
+) -> tuple[Any, Output]:
     """Read a command's flags into its config and the output flags.
+
+    default: a config whose values are the flags' defaults; None: the dataclass's.
 
     Raises: SystemExit(2) for flags that do not parse, ValueError for values the config refuses.
     """
@@ -92,11 +96,18 @@ def parse(prog: str, config: type, words: list[str]) -> tuple[Any, Output]:
         "Invocation",
         [
             ("config", Annotated[config, tyro.conf.arg(name="")]),
-            ("output", Annotated[Output, tyro.conf.arg(name="")]),
+            ("output", Annotated[Output, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]),
         ],
         kw_only=True,
     )
-    parsed = tyro.cli(invocation, args=words, prog=prog, description=config.__doc__)
+    start = None if default is None else invocation(config=default, output=Output())
+    parsed = tyro.cli(
+        invocation,
+        args=words,
+        prog=prog,
+        description=f"{config.__doc__}\n\n{note}".strip(),
+        default=start,
+    )
     return parsed.config, parsed.output
 
 
@@ -106,7 +117,8 @@ def _guarded(name: str, words: list[str]) -> int:
     try:
         command = load_command(name)
         prog, chosen, rest = _choose_config(f"ridgeline {name}", command, words)
-        config, _ = parse(prog, chosen, rest)
+        default, rest = command.defaults(rest) if command.defaults else (None, rest)
+        config, _ = parse(prog, chosen, rest, default, command.note)
         result = command.run(config)
         progress.event("result", command=name, **result)
         if text := command.show(result):
@@ -137,12 +149,16 @@ def _choose_config(prog: str, command: Command, words: list[str]) -> tuple[str, 
         return prog, command.config, words
     names = ", ".join(command.config)
     if words and words[0] in ("-h", "--help"):
-        lines = [f"  {name}  {_summary(kind)}" for name, kind in command.config.items()]
+        width = max(map(len, command.config))
+        lines = [f"  {name:<{width}}  {_summary(kind)}" for name, kind in command.config.items()]
         print("\n".join([f"usage: {prog} <{names.replace(', ', '|')}> [options]", "", *lines]))
         raise SystemExit(DONE)
     if not words or words[0] not in command.config:
         got = repr(words[0]) if words else "nothing"
-        raise ValueError(f"{prog}: the next word must be one of {names}, got {got}; see --help")
+        command_name = prog.removeprefix("ridgeline ")
+        raise ValueError(
+            f"{command_name}: the next word must be one of {names}, got {got}; see --help"
+        )
     return f"{prog} {words[0]}", command.config[words[0]], words[1:]
 
 

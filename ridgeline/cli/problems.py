@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 # Importing an op's module registers its implementations; their own modules load when chosen.
-import ridgeline.kernels.attention.op
+import ridgeline.kernels.attention.impls
 import ridgeline.kernels.w4a16.impls  # noqa: F401
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.errors import bad_value

@@ -2,8 +2,8 @@
 
 Arrays are eight times the last-level cache (four GiB at most on a GPU), so reads come from memory.
 Each figure is the best of repeated runs inside a time budget: a ceiling is what the machine has
-been seen to do, and a busy neighbour only ever hides it. Method as STREAM's (McCalpin, 1995): bytes are
-those the program asks for, copy counts read plus written.
+been seen to do, and a busy neighbour only ever hides it. Method as STREAM's (McCalpin, 1995): bytes
+are those the program asks for, copy counts read plus written.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ if TYPE_CHECKING:
     import torch
 
 _GPU_MATMUL = 8192
-_CPU_MATMULS = (2048, 1024, 512, 256)
-"""Square sizes, widest first; the widest that takes at most _SLOWEST_RUN_S is measured: a CPU
-without bf16 instructions multiplies bf16 a hundred times slower than fp32."""
+_CPU_MATMULS = (256, 512, 1024, 2048)
+"""Square sizes, tried while a run takes at most _SLOWEST_RUN_S: a CPU without bf16 instructions
+multiplies bf16 a hundred times slower than fp32."""
 _SLOWEST_RUN_S = 0.3
 
 
-def best_seconds(
+def times_s(
     function: Callable[[], object], device: str, budget_s: float, at_least: int = 3
-) -> float:
-    """Least wall time of one call over repeated calls; on a GPU by CUDA events.
+) -> list[float]:
+    """Wall times of repeated calls, seconds, until the budget is used; on a GPU by CUDA events.
 
-    Units: seconds. The first call is a warm-up and does not count.
+    The first call is a warm-up and does not count.
     """
     once = _timer(device)
     once(function)
-    best, runs, start = float("inf"), 0, time.monotonic()
-    while runs < at_least or time.monotonic() - start < budget_s:
-        best = min(best, once(function))
-        runs += 1
-    return best
+    times: list[float] = []
+    start = time.monotonic()
+    while len(times) < at_least or time.monotonic() - start < budget_s:
+        times.append(once(function))
+    return times
+
+
+def best_seconds(function: Callable[[], object], device: str, budget_s: float) -> float:
+    """Least of `times_s`."""
+    return min(times_s(function, device, budget_s))
 
 
 def measure_ceilings(device: str = "cpu", budget_s: float = 0.5) -> Ceilings:
@@ -114,13 +119,15 @@ def _bandwidths(
 
 
 def _matmul_tflops(arch: Arch, device: str, dtype: str, budget_s: float) -> float:
-    size = _GPU_MATMUL
-    if not arch.is_gpu:
-        trial = _CPU_MATMULS[-1]
-        trial_s = best_seconds(_matmul(trial, device, dtype), device, 0.0)
-        fits = [n for n in _CPU_MATMULS if trial_s * (n / trial) ** 3 <= _SLOWEST_RUN_S]
-        size = fits[0] if fits else trial
-    return 2 * size**3 / best_seconds(_matmul(size, device, dtype), device, budget_s) / 1e12
+    sizes = (_GPU_MATMUL,) if arch.is_gpu else _CPU_MATMULS
+    best = 0.0
+    for size in sizes:
+        flops = 2.0 * size**3
+        if best and flops / best > _SLOWEST_RUN_S:
+            break
+        seconds = best_seconds(_matmul(size, device, dtype), device, budget_s / len(sizes))
+        best = max(best, flops / seconds)
+    return best / 1e12
 
 
 def _matmul(size: int, device: str, dtype: str) -> Callable[[], torch.Tensor]:

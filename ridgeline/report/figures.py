@@ -76,16 +76,17 @@ def loss_curve(
     losses: Sequence[float],
     *,
     resumed_at: int | None = None,
-    resumed: tuple[Sequence[int], Sequence[float]] | None = None,
+    check: tuple[Sequence[int], Sequence[float]] | None = None,
 ) -> str:
-    """Training loss by step; a second run's losses after its resume, as rings on the curve."""
+    """Training loss by step, the resume marked; `check` (steps, losses) of a run that was not
+    interrupted as rings on the curve."""
     with matplotlib.rc_context(_STYLE):
         figure, (axes,) = _canvas(1, width=7.4, height=3.4)
-        axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="uninterrupted run")
-        if resumed is not None:
+        axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="stopped and resumed")
+        if check is not None:
             axes.plot(
-                *resumed, linestyle="none", marker="o", markersize=6.5, markerfacecolor="none",
-                markeredgecolor=ORANGE, label="interrupted and resumed",
+                *check, linestyle="none", marker="o", markersize=6.5, markerfacecolor="none",
+                markeredgecolor=ORANGE, label="not interrupted",
             )  # fmt: skip
         if resumed_at is not None:
             axes.axvline(resumed_at, color=ORANGE, linewidth=1.0, linestyle="--")
