@@ -114,7 +114,8 @@ def rates_text(answer: dict[str, Any]) -> str:
     return (
         f"[{answer['prompt_tokens']} prompt tokens in {answer['prefill_s']:.2f} s, "
         f"{answer['new_tokens']} new at {answer['tokens_per_s']:.1f} tokens/s, "
-        f"{answer['gbps']:.2f} GB/s = {answer['percent_of_read_ceiling']:.0f} % of the read ceiling]"
+        f"{answer['gbps']:.2f} GB/s = "
+        f"{answer['percent_of_read_ceiling']:.0f} % of the read ceiling]"
     )
 
 

@@ -1,8 +1,8 @@
 """Stages of the quickstart: small objects, found by listing `cli/stages`.
 
 A stage is a module in that folder with a `STAGE`: to add one is to add a file. Its result is plain
-data, kept as JSON in the run folder, so a run that was interrupted goes on where it was; its section
-is what the report says of it.
+data, kept as JSON in the run folder, so a run that was interrupted goes on where it was; its
+section is what the report says of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QuickstartConfig:
     """The whole path on real weights, from perplexity to 4 bits, ending in a report."""
 
     out: Path | None = None
-    """Folder of the run: results/, models and report.html; "quickstart" in the cache unless given."""
+    """Folder of the run (results/, models, report.html); "quickstart" in the cache unless given."""
     redo: tuple[str, ...] = ()
     """Stages to run again although their results are kept; "all" for every one."""
     device: str = "auto"
@@ -68,7 +68,7 @@ class Context:
 
     @property
     def dtype(self) -> str:
-        """What models run in: bfloat16 on a GPU, float32 on a CPU (many CPUs multiply bf16 slowly)."""
+        """What models run in: bfloat16 on a GPU, float32 on a CPU (many multiply bf16 slowly)."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -134,18 +135,16 @@ def test_the_reporter_is_put_back(fake):
     assert progress.mode() == before
 
 
-def test_warnings_are_one_line(fake, capsys):
+def test_warnings_are_one_line(fake):
     def function(config):
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("attention: using ref", RuntimeWarning, stacklevel=1)
+        said.append(warnings.formatwarning("attention: using ref", RuntimeWarning, "a.py", 1))
         return {"count": 1}
 
+    said, before = [], warnings.formatwarning
     fake(function)
     assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().err == "ridgeline: warning: attention: using ref\n"
+    assert said == ["ridgeline: warning: attention: using ref\n"]
+    assert warnings.formatwarning is before
 
 
 def test_unknown_command_and_no_command(capsys):

@@ -27,7 +27,7 @@ def measure(opened: OpenModel, context: Context, label: str) -> Perplexity:
 
 
 def _test_text(windows: int) -> str:
-    """Enough of the test part for that many windows (a token has at most 16 characters on average)."""
+    """Enough of the test part for that many windows: tokens average far below 16 characters."""
     return wiki_split().test[: 16 * WINDOW * windows]
 
 
@@ -77,8 +77,8 @@ def section(result: Result, context: Context) -> Section:
     return Section(
         title="Perplexity before",
         paragraphs=(
-            f"On {result['text']}, in {result['windows']} windows of {result['window']:,} tokens that "
-            f"do not overlap; all tokens of a window but the first are scored. Weights and "
+            f"On {result['text']}, in {result['windows']} windows of {result['window']:,} tokens "
+            f"that do not overlap; all tokens of a window but the first are scored. Weights and "
             f"activations in {result['dtype']}, attention by the implementation "
             f"{result['attention']}.",
         ),

@@ -170,14 +170,14 @@ def section(result: Result, context: Context) -> Section:
         title="The machine's roofline",
         paragraphs=(
             "A kernel cannot run faster than its floor: the larger of its FLOPs over the measured "
-            "matmul rate and its least bytes over the measured read rate. Decoding stands left of the "
-            "ridge, where bytes decide: 4-bit weights move a token's work towards it.",
+            "matmul rate and its least bytes over the measured read rate. Decoding stands left of "
+            "the ridge, where bytes decide: 4-bit weights move a token's work towards it.",
         ),
         figures=(
             Figure(
                 svg=drawing,
-                caption=f"Measured roofs in {result['dtype']} and the run's kernels; the numbers are "
-                "those of the table.",
+                caption=f"Measured roofs in {result['dtype']} and the run's kernels; the numbers "
+                "are those of the table.",
             ),
         ),
         tables=(

@@ -102,9 +102,9 @@ def say(result: Result) -> str:
     """The loss and the rates."""
     return (
         f"loss {result['losses'][0]:.3f} -> {result['losses'][-1]:.3f} in {len(result['losses'])} "
-        f"steps of {result['tokens_per_step']:,} tokens, {result['tokens_per_s']:,.0f} tokens/s, MFU "
-        f"{100 * result['mfu_causal']:.1f} % causal; resumed at step {result['resumed_at']}, losses "
-        f"differ by at most {result['largest_difference']:g}"
+        f"steps of {result['tokens_per_step']:,} tokens, {result['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {100 * result['mfu_causal']:.1f} % causal; resumed at step {result['resumed_at']}, "
+        f"losses differ by at most {result['largest_difference']:g}"
     )
 
 
@@ -120,12 +120,12 @@ def section(result: Result, context: Context) -> Section:
     return Section(
         title="Training from scratch",
         paragraphs=(
-            f"A decoder of {result['parameters'] / 1e6:.2f} M parameters ({result['layers']} layers of "
-            f"width {result['hidden']}, its own vocabulary of {result['vocab']:,} tokens) on "
+            f"A decoder of {result['parameters'] / 1e6:.2f} M parameters ({result['layers']} layers "
+            f"of width {result['hidden']}, its own vocabulary of {result['vocab']:,} tokens) on "
             f"{result['documents']:,} Wikipedia leads, packed into samples of {result['seqlen']} "
             f"tokens without attention across documents, in {result['dtype']}.",
-            f"The run was stopped after step {stop} and resumed from its checkpoint. A second run that "
-            f"was not stopped gives the same losses: the largest difference over the {len(again)} "
+            f"The run was stopped after step {stop} and resumed from its checkpoint. A second run "
+            f"that was not stopped gives the same losses: the largest difference over the {len(again)} "
             f"steps after the resume is {result['largest_difference']:g}.",
         ),
         facts=(

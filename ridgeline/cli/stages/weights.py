@@ -76,9 +76,9 @@ def section(result: Result, context: Context) -> Section:
         title="Weights",
         paragraphs=(
             f"{result['model']} (Apache-2.0) from the Python package {result['package']}, SHA-256 "
-            f"{result['sha256'][:16]}..., its GGUF file written as a Hugging Face folder with 16-bit "
-            f"weights. {result['layers']} layers of width {result['hidden']}, {result['heads']} query "
-            f"and {result['kv_heads']} key/value heads, a context of {result['context']:,} tokens.",
+            f"{result['sha256'][:16]}..., its GGUF file written as a Hugging Face folder with "
+            f"16-bit weights. {result['layers']} layers of width {result['hidden']}, {result['heads']} "
+            f"query and {result['kv_heads']} key/value heads, a context of {result['context']:,} tokens.",
         ),
         facts=(
             ("parameters", f"{result['parameters'] / 1e6:.1f} M"),
