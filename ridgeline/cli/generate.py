@@ -12,7 +12,7 @@ from ridgeline.cli.command import Command, Result, nothing_kept
 from ridgeline.core import progress
 from ridgeline.core.arch import detect
 from ridgeline.core.errors import bad_value
-from ridgeline.engine.load import Device, OpenModel, RunDtype, open_model
+from ridgeline.engine.load import Device, OpenModel, RunDtype, is_quantized, open_model
 from ridgeline.nn.generate import GenerationStats, SamplingConfig, generate_text
 
 
@@ -39,7 +39,8 @@ class GenerateConfig:
     seed: int = 0
     """Of the draw; the same seed gives the same text."""
     dtype: RunDtype = "auto"
-    """Of activations and plain weights; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Of activations and plain weights; auto: bfloat16 on a GPU and for 4-bit weights (the int4
+    kernels are fast with it), else float32."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
 
@@ -68,7 +69,10 @@ def generate(config: GenerateConfig) -> Result:
     Raises: UserError for a folder that cannot be used; ValueError for a prompt beyond the model's
     context or a chat without a template.
     """
-    opened = open_model(config.model, config.dtype, config.device)
+    dtype = config.dtype
+    if dtype == "auto" and config.model.is_dir() and is_quantized(config.model):
+        dtype = "bfloat16"
+    opened = open_model(config.model, dtype, config.device)
     messages: list[dict[str, str]] = []
     if config.system:
         messages.append({"role": "system", "content": config.system})

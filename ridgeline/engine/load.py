@@ -15,8 +15,17 @@ import torch
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError
 from ridgeline.nn.decoder import Decoder
-from ridgeline.nn.hf import load_hf_config, load_pretrained
+from ridgeline.nn.hf import (
+    assign_weights,
+    load_config,
+    load_hf_config,
+    load_pretrained,
+    skeleton,
+)
+from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.nn.tokenizer import Tokenizer
+from ridgeline.quant.checkpoint import packed_layers, read_quantization
+from ridgeline.quant.linear import empty_linears, prepare_linears
 
 RunDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -49,8 +58,7 @@ def open_model(folder: Path | str, dtype: str = "auto", device: str = "auto") ->
     run_dtype = torch_dtype(choose_dtype(dtype, where))
     tokenizer = Tokenizer(folder)
     raw = load_hf_config(folder)
-    quantized = raw.get("quantization_config")
-    if quantized:
+    if is_quantized(folder):
         model, weights = load_quantized(folder, run_dtype, where)
     else:
         model = load_pretrained(folder, dtype=run_dtype, device=where)
@@ -64,6 +72,11 @@ def open_model(folder: Path | str, dtype: str = "auto", device: str = "auto") ->
         dtype=dtype_name(run_dtype),
         device=where,
     )
+
+
+def is_quantized(folder: Path | str) -> bool:
+    """Whether a folder's config declares quantized weights. Raises: UserError as open_model."""
+    return read_quantization(folder)[1] is not None
 
 
 def choose_device(name: str) -> torch.device:
@@ -83,4 +96,20 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 
 def load_quantized(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, str]:
-    raise UserError("pending")
+    """The model of a quantized folder, every layer laid out for its kernel, and what it holds.
+
+    Raises: UserError for a folder that is damaged or of an unknown method.
+    """
+    _, quantization = read_quantization(folder)
+    assert quantization is not None, "open_model asks only for quantized folders"
+    tensors = TensorFolder(folder)
+    model = skeleton(load_config(folder), dtype)
+    try:
+        empty_linears(model, packed_layers(tensors.names), quantization.layout_of, dtype=dtype)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"checkpoint: {folder}: {error}") from error
+    assign_weights(model, tensors, device=device)
+    prepare_linears(model)
+    layout = quantization.layout
+    group = "whole rows" if layout.group_size is None else f"group {layout.group_size}"
+    return model, f"{layout.method} {layout.bits}-bit {group}"

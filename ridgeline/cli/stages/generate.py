@@ -11,7 +11,7 @@ from ridgeline.report.section import Section
 
 def run(context: Context) -> Result:
     """Greedy decoding from the quantized folder."""
-    opened = open_model(need(context, "quantize")["folder"], context.dtype, context.device)
+    opened = open_model(need(context, "quantize")["folder"], "bfloat16", context.device)
     prompt = context.config.prompt
     text = opened.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     sampling = SamplingConfig(max_new_tokens=context.config.max_new_tokens)

@@ -12,11 +12,11 @@ from ridgeline.cli.stage import Context, Result, Stage, need
 from ridgeline.cli.tables import bytes_text, flops_text, number
 from ridgeline.core import registry
 from ridgeline.core.arch import Arch, detect
-from ridgeline.core.dtypes import itemsize_bytes, torch_dtype
+from ridgeline.core.dtypes import torch_dtype
 from ridgeline.core.probe import times_s
 from ridgeline.core.roofline import Cost, floor
 from ridgeline.engine.load import open_model
-from ridgeline.kernels.attention.op import flash_attn_func
+from ridgeline.kernels.attention import flash_attn_func
 from ridgeline.kernels.attention.problem import AttentionProblem
 from ridgeline.nn.decoder import Decoder
 from ridgeline.report.figures import RooflinePoint, roofline
@@ -39,7 +39,7 @@ def run(context: Context) -> Result:
         _linears(plain, context, arch, 1, f"decode linears, {context.dtype}"),
     ]
     del plain
-    packed = open_model(need(context, "quantize")["folder"], context.dtype, context.device).model
+    packed = open_model(need(context, "quantize")["folder"], "bfloat16", context.device).model
     points.append(_linears(packed, context, arch, 1, "decode linears, w4a16"))
     points.append(_training_step(context, arch))
     return {
@@ -82,7 +82,9 @@ def _linears(
     model: Decoder, context: Context, arch: Arch, tokens: int, name: str
 ) -> dict[str, Any]:
     """Every decoder linear once, layer after layer, so that weights come from main memory."""
-    width = itemsize_bytes(context.dtype)
+    assert model.model.norm is not None
+    dtype = model.model.norm.weight.dtype
+    width = dtype.itemsize
     calls: list[tuple[torch.nn.Module, torch.Tensor]] = []
     flops = moved = 0.0
     inputs: dict[int, torch.Tensor] = {}
@@ -92,9 +94,7 @@ def _linears(
                 linear = block.get_submodule(path)
                 n, k = linear.out_features, linear.in_features
                 if k not in inputs:
-                    inputs[k] = torch.ones(
-                        1, tokens, k, dtype=torch_dtype(context.dtype), device=context.device
-                    )
+                    inputs[k] = torch.ones(1, tokens, k, dtype=dtype, device=context.device)
                 calls.append((linear, inputs[k]))
                 flops += 2.0 * tokens * n * k
                 moved += _weight_bytes(linear) + width * tokens * (n + k)
