@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
 from ridgeline.cli import main as cli
@@ -12,11 +11,6 @@ from ridgeline.cli.doctor import DoctorConfig, doctor, implementations
 from ridgeline.cli.problems import typical
 from ridgeline.core import registry
 from ridgeline.core.arch import Ceilings, detect, load_ceilings, pretend, save_ceilings
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
 
 
 def test_it_measures_and_keeps_the_ceilings(capsys):

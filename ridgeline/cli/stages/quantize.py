@@ -130,8 +130,8 @@ def section(result: Result, context: Context) -> Section:
             f"GPTQ, {result['bits']} bits, {kind}, groups of {result['group_size']}, columns by "
             f"descending activation with static groups, calibrated on "
             f"{result['calibration_tokens']:,} tokens of the calibration part in "
-            f"{result['quantize_seconds']:.0f} s. The checkpoint was written, read back, and scored "
-            f"on the same {result['tokens']:,} test tokens in windows of {result['window']:,}. It "
+            f"{result['quantize_seconds']:.0f} s. The checkpoint was written, read back, and "
+            f"scored on the same {result['tokens']:,} test tokens in windows of {result['window']:,}. It "
             f"keeps {100 * result['increase_over_rtn']:.0f} % of plain rounding's increase.",
         ),
         figures=(

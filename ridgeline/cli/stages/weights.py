@@ -77,8 +77,9 @@ def section(result: Result, context: Context) -> Section:
         paragraphs=(
             f"{result['model']} (Apache-2.0) from the Python package {result['package']}, SHA-256 "
             f"{result['sha256'][:16]}..., its GGUF file written as a Hugging Face folder with "
-            f"16-bit weights. {result['layers']} layers of width {result['hidden']}, {result['heads']} "
-            f"query and {result['kv_heads']} key/value heads, a context of {result['context']:,} tokens.",
+            f"16-bit weights. {result['layers']} layers of width {result['hidden']}, "
+            f"{result['heads']} query and {result['kv_heads']} key/value heads, a context of "
+            f"{result['context']:,} tokens.",
         ),
         facts=(
             ("parameters", f"{result['parameters'] / 1e6:.1f} M"),
