@@ -34,7 +34,7 @@ def broken(model_folder, tmp_path):
     return Path(shutil.copytree(model_folder, tmp_path / "broken"))
 
 
-# ---- eval ------------------------------------------------------------------------------------------
+# ---- eval ------------------------------------------------------------------------------------
 
 
 def test_eval_is_the_mean_nll_of_its_windows(model_folder, text_file, capsys):
@@ -57,7 +57,7 @@ def test_eval_stops_at_max_windows(model_folder, text_file):
     assert perplexity_of(config)["tokens"] == 3 * 49
 
 
-# ---- generate --------------------------------------------------------------------------------------
+# ---- generate --------------------------------------------------------------------------------
 
 
 def test_generate_is_greedy_and_streamed(model_folder, capsys):
@@ -89,7 +89,7 @@ def test_generate_without_a_template_continues_the_text(model_folder):
     assert generate(config)["answers"][0]["prompt_tokens"] == 3
 
 
-# ---- convert ---------------------------------------------------------------------------------------
+# ---- convert ---------------------------------------------------------------------------------
 
 
 def test_convert_keeps_every_bit_and_casts_on_request(model_folder, tmp_path, capsys):
@@ -106,7 +106,7 @@ def test_convert_keeps_every_bit_and_casts_on_request(model_folder, tmp_path, ca
         assert torch.equal(tensor.half(), half[name]), name
 
 
-# ---- quantize --------------------------------------------------------------------------------------
+# ---- quantize --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +149,7 @@ def test_a_quantized_folder_answers(quantized, capsys):
     assert said["weights"] == "gptq 4-bit group 32" and said["answers"][0]["new_tokens"] >= 1
 
 
-# ---- bad input -------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------
 
 
 def _fails(capsys, words: list[str], code: int, *parts: str) -> None:

@@ -41,7 +41,7 @@ def test_it_trains_and_tells(words, tmp_path, capsys):
 
 def test_a_config_file_gives_the_defaults_and_flags_go_over_it(words, tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text("steps = 3\nseed = 5\n[optim]\nlr = 0.002\n")
+    file.write_text("steps = 3\nseed = 5\n[optim]\nlr = 0.002\nwarmup_steps = 2\n")
     start, rest = command.config_file(["--config", str(file), "--seed", "7"])
     config, _ = cli.parse("ridgeline train", command.COMMAND.config, rest, start)
     assert (config.steps, config.seed, config.optim.lr) == (3, 7, 0.002)
@@ -79,7 +79,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(words, tmp_path, capsys, monk
         (["--steps", "0"], 2, "steps must be at least 1, got 0"),
         (["--micro-batch-samples", "3"], 2, "micro_batch_samples must divide batch_samples (2)"),
         (["--model.preset", "huge"], 2, "model.preset must be one of tiny"),
-        (["--data.seqlen", "100000"], 2, "data.seqlen must be at most the model's context"),
+        (["--data.seqlen", "1"], 2, "data.seqlen must be at least 2, got 1"),
+        (["--data.seqlen", "100000"], 1, "too short for one sample of 100000"),
         (["--config"], 2, "--config must name a TOML file"),
         (["--config", "/nowhere.toml"], 1, "could not read /nowhere.toml"),
         (["--data.files", "/nowhere.txt"], 1, "/nowhere.txt"),

@@ -131,8 +131,8 @@ def section(result: Result, context: Context) -> Section:
             f"descending activation with static groups, calibrated on "
             f"{result['calibration_tokens']:,} tokens of the calibration part in "
             f"{result['quantize_seconds']:.0f} s. The checkpoint was written, read back, and "
-            f"scored on the same {result['tokens']:,} test tokens in windows of {result['window']:,}. It "
-            f"keeps {100 * result['increase_over_rtn']:.0f} % of plain rounding's increase.",
+            f"scored on the same {result['tokens']:,} test tokens in windows of "
+            f"{result['window']:,}. It keeps {100 * result['increase_over_rtn']:.0f} % of plain rounding's increase.",
         ),
         figures=(
             Figure(
