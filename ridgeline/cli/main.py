@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Annotated, Any
 
 import ridgeline
@@ -88,7 +90,8 @@ def parse(
 
     default: a config whose values are the flags' defaults; None: the dataclass's.
 
-    Raises: SystemExit(2) for flags that do not parse, ValueError for values the config refuses.
+    Raises: ValueError for flags that do not parse and values that the config refuses;
+    SystemExit(0) after --help.
     """
     import tyro
 
@@ -101,14 +104,33 @@ def parse(
         kw_only=True,
     )
     start = None if default is None else invocation(config=default, output=Output())
-    parsed = tyro.cli(
-        invocation,
-        args=words,
-        prog=prog,
-        description=f"{config.__doc__}\n\n{note}".strip(),
-        default=start,
-    )
+    about = f"{config.__doc__}\n\n{note}".strip()
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            parsed = tyro.cli(invocation, args=words, prog=prog, description=about, default=start)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(one_line(prog, said.getvalue())) from None
     return parsed.config, parsed.output
+
+
+def one_line(prog: str, box: str) -> str:
+    """What the parser says in a box, as a line: its parts joined, without the frame."""
+    parts = [""]
+    for line in box.splitlines()[1:]:
+        words = line.strip("\u2502\u256d\u2570\u256e\u256f \n")
+        if words and not words.strip("\u2500"):
+            parts.append("")
+        else:
+            parts[-1] += f" {words}"
+    kept = [part.strip() for part in parts if part.strip()]
+    kept = [part for part in kept if not part.startswith("For full helptext")]
+    message = "; ".join(kept) or "the flags do not parse"
+    if refused := re.match(r"Error parsing [\w.]+: (.*)", message):
+        return refused.group(1)
+    return f"{prog.removeprefix('ridgeline ')}: {message}; see {prog} --help"
 
 
 def _guarded(name: str, words: list[str]) -> int:

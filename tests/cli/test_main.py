@@ -120,12 +120,21 @@ def test_a_config_that_refuses_its_values_exits_with_2(fake, capsys):
     )
 
 
-@pytest.mark.parametrize("words", [["--count", "x"], ["--nothing"], ["stray"]])
-def test_flags_that_do_not_parse_exit_with_2(fake, capsys, words):
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--count", "x"], "doctor: Error parsing --count: invalid literal for int()"),
+        (["--nothing"], "doctor: Unrecognized options: --nothing"),
+        (["stray"], "doctor: Unrecognized options: stray"),
+    ],
+)
+def test_flags_that_do_not_parse_are_one_line_and_exit_with_2(fake, capsys, words, line):
     fake(lambda config: {"count": config.count})
     assert cli.main(["doctor", *words]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and words[-1] in said.err
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith(f"ridgeline: {line}")
+    assert said.err.endswith("; see ridgeline doctor --help\n")
 
 
 def test_the_reporter_is_put_back(fake):

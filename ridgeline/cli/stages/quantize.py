@@ -132,7 +132,8 @@ def section(result: Result, context: Context) -> Section:
             f"{result['calibration_tokens']:,} tokens of the calibration part in "
             f"{result['quantize_seconds']:.0f} s. The checkpoint was written, read back, and "
             f"scored on the same {result['tokens']:,} test tokens in windows of "
-            f"{result['window']:,}. It keeps {100 * result['increase_over_rtn']:.0f} % of plain rounding's increase.",
+            f"{result['window']:,}. It keeps "
+            f"{100 * result['increase_over_rtn']:.0f} % of plain rounding's increase.",
         ),
         figures=(
             Figure(

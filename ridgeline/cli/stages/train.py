@@ -122,8 +122,9 @@ def section(result: Result, context: Context) -> Section:
         paragraphs=(
             f"A decoder of {result['parameters'] / 1e6:.2f} M parameters ({result['layers']} "
             f"layers of width {result['hidden']}, its own vocabulary of "
-            f"{result['vocab']:,} tokens) on {result['documents']:,} Wikipedia leads, packed into samples of "
-            f"{result['seqlen']} tokens without attention across documents, in {result['dtype']}.",
+            f"{result['vocab']:,} tokens) on {result['documents']:,} Wikipedia leads, packed into "
+            f"samples of {result['seqlen']} tokens without attention across documents, in "
+            f"{result['dtype']}.",
             f"The run was stopped after step {stop} and resumed from its checkpoint. A second run "
             f"that was not stopped gives the same losses: the largest difference over the "
             f"{len(again)} steps after the resume is {result['largest_difference']:g}.",
