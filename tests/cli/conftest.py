@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import save_pretrained
 from ridgeline.train.presets import preset

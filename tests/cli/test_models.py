@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ridgeline.nn.hf import load_pretrained
 
 from ridgeline.cli import main as cli
 from ridgeline.cli.convert import ConvertConfig, convert
@@ -19,6 +18,7 @@ from ridgeline.cli.generate import GenerateConfig, generate
 from ridgeline.cli.quantize import QuantizeConfig, quantize
 from ridgeline.core import files
 from ridgeline.engine.load import open_model
+from ridgeline.nn.hf import load_pretrained
 
 
 def _result(capsys, words: list[str]) -> dict:

@@ -6,10 +6,10 @@ import json
 import signal
 
 import pytest
-from ridgeline.train.metrics import read_rows
 
 from ridgeline.cli import main as cli
 from ridgeline.cli import train as command
+from ridgeline.train.metrics import read_rows
 
 
 @pytest.fixture
