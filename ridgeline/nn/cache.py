@@ -95,13 +95,15 @@ class KVCache:
             k_BTGD[:, :num_tokens] = k_BSGD
             v_BTGD[:, :num_tokens] = v_BSGD
             return flash_attn_func(q_BSHD, k_BSGD, v_BSGD, causal=True, window_size=window_size)
+        # On a CPU a known length lets the op read only the used part; a GPU step stays free of it.
+        on_cpu = k_BTGD.device.type == "cpu"
         return flash_attn_with_kvcache(
             q_BSHD,
             k_BTGD,
             v_BTGD,
             k=k_BSGD,
             v=v_BSGD,
-            cache_seqlens=self.seqlens_B,
+            cache_seqlens=self.length if on_cpu else self.seqlens_B,
             causal=True,
             window_size=window_size,
         )

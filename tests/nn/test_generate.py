@@ -66,7 +66,7 @@ def test_stats_count_tokens_and_bytes(model):
     assert GenerationStats().decode_tokens_per_s == 0 == GenerationStats().decode_gbps
 
 
-def frequencies(logits, sampling, draws=4000):
+def frequencies(logits, sampling, draws=1500):
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(len(logits))
     for _ in range(draws):
@@ -93,7 +93,7 @@ LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
 def test_sampling_frequencies(sampling, expected):
     expected = torch.tensor(expected, dtype=torch.float32)
     found = frequencies(LOGITS, SamplingConfig(**sampling))
-    assert (found - expected / expected.sum()).abs().max() < 0.03
+    assert (found - expected / expected.sum()).abs().max() < 0.045
     assert ((found > 0) <= (expected > 0)).all()
 
 
