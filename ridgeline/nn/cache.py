@@ -94,10 +94,12 @@ class KVCache:
             num_tokens = k_BSGD.shape[1]
             k_BTGD[:, :num_tokens] = k_BSGD
             v_BTGD[:, :num_tokens] = v_BSGD
-            return flash_attn_func(q_BSHD, k_BSGD, v_BSGD, causal=True, window_size=window_size)
+            o_BSHD = flash_attn_func(q_BSHD, k_BSGD, v_BSGD, causal=True, window_size=window_size)
+            assert isinstance(o_BSHD, torch.Tensor)  # no LSE was asked for
+            return o_BSHD
         # On a CPU a known length lets the op read only the used part; a GPU step stays free of it.
         on_cpu = k_BTGD.device.type == "cpu"
-        return flash_attn_with_kvcache(
+        o_BSHD = flash_attn_with_kvcache(
             q_BSHD,
             k_BTGD,
             v_BTGD,
@@ -107,6 +109,8 @@ class KVCache:
             causal=True,
             window_size=window_size,
         )
+        assert isinstance(o_BSHD, torch.Tensor)
+        return o_BSHD
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens

@@ -74,9 +74,11 @@ class Attention(nn.Module):
         if step.cache is not None:
             return step.cache.attend(self.layer, q_BSHD, k_BSGD, v_BSGD, self.window_size)
         if step.cu_seqlens is None:
-            return flash_attn_func(
+            o_BSHD = flash_attn_func(
                 q_BSHD, k_BSGD, v_BSGD, causal=True, window_size=self.window_size
             )
+            assert isinstance(o_BSHD, torch.Tensor)  # no LSE was asked for
+            return o_BSHD
         o_PHD = flash_attn_varlen_func(
             q_BSHD.flatten(0, 1),
             k_BSGD.flatten(0, 1),
@@ -88,6 +90,7 @@ class Attention(nn.Module):
             causal=True,
             window_size=self.window_size,
         )
+        assert isinstance(o_PHD, torch.Tensor)
         return o_PHD.unflatten(0, q_BSHD.shape[:2])
 
 
