@@ -120,8 +120,7 @@ class QuantizedLinear(nn.Module):
             prepared = self.prepare()
         return w4a16_linear(x, prepared, self._bias_N)
 
-    @property
-    def bytes_per_token(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of stored tensors that a one-row forward needs: codes, scales, zero points where
         they are not all the middle one, the group table under act-order, bias."""
         names = ["qweight", "scales"]

@@ -121,9 +121,9 @@ def test_shards_add_up(desc_act: bool) -> None:
         (GPTQFormat(group_size=16, desc_act=True), 32 * 64 // 2 + 32 * 4 * 2 + 64 * 4),
     ],
 )
-def test_bytes_per_token(form: GPTQFormat, expected: int) -> None:
-    assert QuantizedLinear(form, 32, 64).bytes_per_token == expected
-    assert QuantizedLinear(form, 32, 64, bias=True).bytes_per_token == expected + 64
+def test_weight_bytes(form: GPTQFormat, expected: int) -> None:
+    assert QuantizedLinear(form, 32, 64).weight_bytes() == expected
+    assert QuantizedLinear(form, 32, 64, bias=True).weight_bytes() == expected + 64
 
 
 def quantized_model() -> tuple[TinyModel, dict[str, QuantizedWeight]]:
