@@ -120,8 +120,8 @@ def one_line(prog: str, box: str) -> str:
     """What the parser says in a box, as a line: its parts joined, without the frame."""
     parts = [""]
     for line in box.splitlines()[1:]:
-        words = line.strip("\u2502\u256d\u2570\u256e\u256f \n")
-        if words and not words.strip("\u2500"):
+        words = line.strip("\u2502\u256d\u2570\u256e\u256f| \n")
+        if words and not words.strip("\u2500-"):
             parts.append("")
         else:
             parts[-1] += f" {words}"

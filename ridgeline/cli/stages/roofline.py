@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ridgeline.cli.stage import Context, Result, Stage, need
-from ridgeline.cli.tables import bytes_text, flops_text, number
+from ridgeline.cli.tables import bytes_text, flops_text, time_text
 from ridgeline.core import registry
 from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import torch_dtype
@@ -156,15 +156,15 @@ def section(result: Result, context: Context) -> Section:
     drawing = roofline(result["read_gbps"], {result["dtype"]: result["matmul_tflops"]}, points)
     rows = tuple(
         (
-            str(number_),
+            str(place),
             p["name"],
             flops_text(p["flops"]),
             bytes_text(p["bytes"]),
-            f"{number(p['us'])} us",
-            f"{number(p['floor_us'])} us ({p['bound']})",
+            time_text(p["us"]),
+            f"{time_text(p['floor_us'])} ({p['bound']})",
             f"{p['percent_of_floor']:.0f} %",
         )
-        for number_, p in enumerate(result["points"], start=1)
+        for place, p in enumerate(result["points"], start=1)
     )
     return Section(
         title="The machine's roofline",
