@@ -106,6 +106,7 @@ def parse(
     start = None if default is None else invocation(config=default, output=Output())
     about = f"{config.__doc__}\n\n{note}".strip()
     said = io.StringIO()
+    parsed: Any
     try:
         with redirect_stderr(said):
             parsed = tyro.cli(invocation, args=words, prog=prog, description=about, default=start)

@@ -92,7 +92,7 @@ def _linears(
         for group in model.linear_groups():
             for path in group:
                 linear = block.get_submodule(path)
-                n, k = linear.out_features, linear.in_features
+                n, k = _shape(linear)
                 if k not in inputs:
                     inputs[k] = torch.ones(1, tokens, k, dtype=dtype, device=context.device)
                 calls.append((linear, inputs[k]))
@@ -107,10 +107,14 @@ def _linears(
     return _timed(name, Cost(flops=flops, bytes=moved), every_linear, context, arch)
 
 
-def _weight_bytes(linear: torch.nn.Module) -> float:
-    answer = getattr(linear, "weight_bytes", None)
-    if callable(answer):
-        return float(answer())
+def _shape(linear: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear, plain or quantized."""
+    return linear.out_features, linear.in_features
+
+
+def _weight_bytes(linear: Any) -> float:
+    if callable(getattr(linear, "weight_bytes", None)):
+        return float(linear.weight_bytes())
     return float(sum(p.numel() * p.element_size() for p in linear.parameters()))
 
 
