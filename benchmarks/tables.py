@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 def main(argv: list[str] | None = None) -> int:
     """Update README.md, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The tables of README.md.")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if stale")
     check = parser.parse_args(argv).check
     readme = ROOT / "README.md"
@@ -111,8 +111,7 @@ def cells(rows: list[Row]) -> list[tuple[Row, Row | None]]:
     for row in rows:
         if is_ours(row):
             best = mine.get(_cell(row))
-            same_run = best is not None and best["run"] == row["run"]
-            if not same_run or row["median_us"] < best["median_us"]:
+            if best is None or best["run"] != row["run"] or row["median_us"] < best["median_us"]:
                 mine[_cell(row)] = row
     pairs = []
     for cell, row in mine.items():

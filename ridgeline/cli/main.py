@@ -106,6 +106,7 @@ def parse(
     start = None if default is None else invocation(config=default, output=Output())
     about = f"{config.__doc__}\n\n{note}".strip()
     said = io.StringIO()
+    parsed: Any
     try:
         with redirect_stderr(said):
             parsed = tyro.cli(invocation, args=words, prog=prog, description=about, default=start)
@@ -120,8 +121,8 @@ def one_line(prog: str, box: str) -> str:
     """What the parser says in a box, as a line: its parts joined, without the frame."""
     parts = [""]
     for line in box.splitlines()[1:]:
-        words = line.strip("\u2502\u256d\u2570\u256e\u256f \n")
-        if words and not words.strip("\u2500"):
+        words = line.strip("\u2502\u256d\u2570\u256e\u256f| \n")
+        if words and not words.strip("\u2500-"):
             parts.append("")
         else:
             parts[-1] += f" {words}"

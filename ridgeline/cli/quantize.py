@@ -154,10 +154,11 @@ def _calibration(config: QuantizeConfig) -> torch.Tensor | None:
 
 def _check_layers(model: Decoder, recipe: Recipe) -> None:
     """Refuse widths that cannot be packed before minutes of work."""
-    for index, block in zip(model.blocks.indices, model.blocks, strict=True):
+    for index in range(len(model.blocks)):
         for name in (name for group in model.linear_groups() for name in group):
             layout = recipe.layout_of(f"{model.block_prefix(index)}.{name}")
-            n, k = block.get_submodule(name).weight.shape
+            weight = model.blocks[index].get_parameter(f"{name}.weight")
+            n, k = weight.shape
             if layout is None:
                 continue
             layout.tensor_specs(n, k)

@@ -34,7 +34,7 @@ class QuickstartConfig:
     """Stages to run again although their results are kept; "all" for every one."""
     device: str = "auto"
     """cpu, cuda, or auto: the GPU where there is one."""
-    windows: int = 10
+    windows: int = 8
     """Windows of 1,024 tokens that each perplexity is measured on, at least 1."""
     calibration_sequences: int = 32
     """Sequences of 512 tokens that GPTQ is calibrated on, at least 1."""

@@ -37,3 +37,11 @@ def flops_text(flops: float) -> str:
 def bytes_text(count: float) -> str:
     """84 MB (powers of ten)."""
     return scaled(count, "B")
+
+
+def time_text(us: float) -> str:
+    """Microseconds in the unit that fits: 14.1 ms."""
+    for factor, unit in ((1e6, "s"), (1e3, "ms")):
+        if us >= factor:
+            return f"{us / factor:.3g} {unit}"
+    return f"{us:.3g} us"

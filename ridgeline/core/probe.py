@@ -138,7 +138,7 @@ def _matmul(size: int, device: str, dtype: str) -> Callable[[], torch.Tensor]:
     if dtype == "float8_e4m3fn":
         a, b = wide[0].to(torch.float8_e4m3fn), wide[1].to(torch.float8_e4m3fn).t()
         one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(
+        return lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     a, b = (matrix.to(getattr(torch, dtype)) for matrix in wide)

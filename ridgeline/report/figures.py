@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, GREY = "#3f83d6", "#dd7a36", "#3c9d70", "#8a8f98"
 _INK, _LINE = "#010203", "#030201"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,

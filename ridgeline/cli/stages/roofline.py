@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ridgeline.cli.stage import Context, Result, Stage, need
-from ridgeline.cli.tables import bytes_text, flops_text, number
+from ridgeline.cli.tables import bytes_text, flops_text, time_text
 from ridgeline.core import registry
 from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import torch_dtype
@@ -92,7 +92,7 @@ def _linears(
         for group in model.linear_groups():
             for path in group:
                 linear = block.get_submodule(path)
-                n, k = linear.out_features, linear.in_features
+                n, k = _shape(linear)
                 if k not in inputs:
                     inputs[k] = torch.ones(1, tokens, k, dtype=dtype, device=context.device)
                 calls.append((linear, inputs[k]))
@@ -107,10 +107,14 @@ def _linears(
     return _timed(name, Cost(flops=flops, bytes=moved), every_linear, context, arch)
 
 
-def _weight_bytes(linear: torch.nn.Module) -> float:
-    answer = getattr(linear, "weight_bytes", None)
-    if callable(answer):
-        return float(answer())
+def _shape(linear: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear, plain or quantized."""
+    return linear.out_features, linear.in_features
+
+
+def _weight_bytes(linear: Any) -> float:
+    if callable(getattr(linear, "weight_bytes", None)):
+        return float(linear.weight_bytes())
     return float(sum(p.numel() * p.element_size() for p in linear.parameters()))
 
 
@@ -156,15 +160,15 @@ def section(result: Result, context: Context) -> Section:
     drawing = roofline(result["read_gbps"], {result["dtype"]: result["matmul_tflops"]}, points)
     rows = tuple(
         (
-            str(number_),
+            str(place),
             p["name"],
             flops_text(p["flops"]),
             bytes_text(p["bytes"]),
-            f"{number(p['us'])} us",
-            f"{number(p['floor_us'])} us ({p['bound']})",
+            time_text(p["us"]),
+            f"{time_text(p['floor_us'])} ({p['bound']})",
             f"{p['percent_of_floor']:.0f} %",
         )
-        for number_, p in enumerate(result["points"], start=1)
+        for place, p in enumerate(result["points"], start=1)
     )
     return Section(
         title="The machine's roofline",
