@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.quant import calibrate
@@ -213,6 +214,18 @@ def test_other_orders_run(ids: torch.Tensor, order: str) -> None:
     result = quantize_model(fresh(), ids, recipe)
     has_table = result.weights["layers.0.attn.q"].group_of_K is not None
     assert has_table == (order == "activation")
+
+
+def test_little_text_is_said(capsys) -> None:
+    """Four tokens an input of the widest layer (64) are the line: 256 tokens."""
+    for tokens, said in ((255, True), (256, False)):
+        progress.set_mode("lines")
+        try:
+            quantize_model(fresh(), torch.randint(0, 50, (1, tokens)), RECIPE)
+        finally:
+            progress.set_mode("quiet")
+        out = capsys.readouterr().out
+        assert ("255 calibration tokens are few for layers of 64 inputs" in out) == said
 
 
 def test_wrong_arguments() -> None:
