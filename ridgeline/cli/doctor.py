@@ -11,7 +11,7 @@ import torch
 
 import ridgeline
 from ridgeline.cli.command import Command, Result
-from ridgeline.cli.problems import best_device, typical
+from ridgeline.cli.problems import QUERIES, best_device, typical
 from ridgeline.cli.tables import bytes_text, number, table
 from ridgeline.core import env, registry
 from ridgeline.core.arch import Arch, detect, load_ceilings, save_ceilings
@@ -70,6 +70,7 @@ def machine() -> dict[str, Any]:
         "cores": cpu.num_units,
         "memory_bytes": cpu.memory_bytes,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -86,10 +87,10 @@ def versions() -> dict[str, str | None]:
 
 
 def implementations(arch: Arch) -> list[dict[str, Any]]:
-    """Every implementation of every op: the dtypes in which it takes the op's typical problem
-    there, or why it takes it in none."""
+    """Every implementation of every op with flags (explain's): the dtypes in which it takes the
+    op's typical problem there, or why it takes it in none."""
     rows = []
-    for op in registry.ops():
+    for op in QUERIES:
         for impl in registry.impls(op):
             why = {d: registry.refusal(impl, typical(op, d), arch) for d in impl.dtypes}
             takes = [dtype for dtype, reason in why.items() if reason is None]
@@ -110,12 +111,13 @@ def show(result: Result) -> str:
     """The facts as tables."""
     facts = result["machine"]
     gpus = ", ".join(facts["gpus"]) or "none usable"
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build of PyTorch"
     packages = ", ".join(f"{n} {v or 'not installed'}" for n, v in result["versions"].items())
     lines = [
         f"ridgeline {result['ridgeline']}, Python {facts['python']}, {facts['system']}",
         f"CPU       {facts['cpu']} ({facts['cpu_capability']}), "
         f"{facts['memory_bytes'] / 2**30:.1f} GiB memory",
-        f"GPU       {gpus}",
+        f"GPU       {gpus} ({build})",
         f"packages  {packages}",
         f"cache     {result['cache']}",
     ]

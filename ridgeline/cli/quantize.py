@@ -54,7 +54,7 @@ class QuantizeConfig:
     act_order: Literal["static", "natural", "activation"] = "static"
     """Columns by descending activation with groups as stored (static, free at run time), as they
     are stored (natural), or with groups along that order (activation: a g_idx table)."""
-    damp: float = 0.01
+    damp: float = 0.02
     """Added to the Hessian's diagonal as a fraction of its mean, in (0, 1]."""
     sequences: int = 32
     """Calibration sequences, at least 1."""

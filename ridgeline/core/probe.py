@@ -66,7 +66,8 @@ def measure_ceilings(device: str = "cpu", budget_s: float = 0.5) -> Ceilings:
             tflops[name] = _matmul_tflops(arch, device, name, budget_s)
             advance(note=f"{name} {tflops[name]:.3g} TFLOP/s")
     day = datetime.now(UTC).strftime("%Y-%m-%d")
-    threads = "" if arch.is_gpu else f", {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    threads = "" if arch.is_gpu else f", {count} thread{'s' * (count != 1)}"
     return Ceilings(
         read_gbps=read_gbps,
         copy_gbps=copy_gbps,

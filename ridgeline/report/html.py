@@ -6,7 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
 
 from ridgeline.core.files import atomic_write_text
 from ridgeline.report.section import Report
@@ -17,7 +16,6 @@ def render(report: Report) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["svg"] = Markup
     template = files("ridgeline.report").joinpath("report.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(report=report)
 

@@ -19,6 +19,7 @@ from ridgeline.cli.quantize import QuantizeConfig, quantize
 from ridgeline.core import files
 from ridgeline.engine.load import open_model
 from ridgeline.nn.hf import load_pretrained
+from ridgeline.nn.tensorfile import TensorFolder
 
 
 def _result(capsys, words: list[str]) -> dict:
@@ -133,6 +134,16 @@ def test_quantize_writes_what_it_computed(quantized, model_folder):
     assert 0 < (want - got).norm() / want.norm() < 0.3
     name = "model.layers.0.input_layernorm.weight"
     assert torch.equal(opened.model.state_dict()[name], plain.state_dict()[name])
+
+
+def test_what_is_not_quantized_keeps_its_dtype_and_bits(model_folder, tmp_path):
+    half, out = tmp_path / "half", tmp_path / "out"
+    convert(ConvertConfig(source=model_folder, out=half, dtype="float16"))
+    quantize(QuantizeConfig(model=half, out=out, method="rtn", group_size=32, device="cpu"))
+    before, after = TensorFolder(half), TensorFolder(out)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert after.get(name).dtype == torch.float16
+        assert torch.equal(before.get(name), after.get(name))
 
 
 def test_quantize_report_lists_every_layer(quantized):

@@ -45,6 +45,7 @@ def _machine(context: Context) -> tuple[tuple[str, str], ...]:
         ("system", f"{facts['system']}, Python {facts['python']}"),
         ("versions", ", ".join([f"ridgeline {measured['ridgeline']}", *packages])),
         ("stages", "; ".join(times)),
+        ("all stages", f"{sum(each['seconds'] for each in context.results.values()):.0f} s"),
     )
 
 
