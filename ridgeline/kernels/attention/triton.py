@@ -1,0 +1,271 @@
+"""Attention on any GPU that Triton compiles for: the entry points.
+
+    forward(q, k, v, options, extras) -> (out, lse_ln)
+    backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
+
+Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (fp32 inputs:
+fp32 products, not tf32), softmax in fp32, P and dS rounded to the inputs' dtype before the products
+they enter. Backward of a deterministic call is bitwise repeatable; otherwise dQ may be summed in the
+order in which tiles finish.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.kernels.attention import triton_bwd, triton_fwd
+from ridgeline.kernels.attention.config import (
+    BackwardConfig,
+    TileConfig,
+    backward_config,
+    forward_tile,
+)
+from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
+from ridgeline.kernels.attention.triton_plan import (
+    Inputs,
+    Launch,
+    arch_of,
+    batched,
+    call_of,
+    cdiv,
+    describable,
+    descriptor,
+    inputs_of,
+    launch_options,
+    problem_of,
+    seeds_of,
+    strides_of,
+    variant_of,
+)
+
+
+def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
+    """Attention forward -> (out like q with v's head dim, lse_ln fp32). See the module's docstring."""
+    x = inputs_of(q, k, v, options, extras)
+    tile = forward_tile(problem_of(x, "fwd"), arch_of(q.device))
+    out, lse = forward_outputs(x)
+    plan_forward(x, out, lse, tile).run()
+    return (out[0] if x.packed_q else out), lse
+
+
+def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out (4-D) and lse; rows that no sequence has are 0 and -inf from the start."""
+    shape = (*x.q.shape[:3], x.v.shape[-1])
+    if x.packed_q:
+        lse = torch.full((x.heads, x.q.shape[1]), float("-inf"), device=x.q.device)
+        return x.q.new_zeros(shape), lse
+    lse = torch.empty((shape[0], x.heads, shape[1]), device=x.q.device, dtype=torch.float32)
+    return x.q.new_empty(shape), lse
+
+
+def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> Launch:
+    """The forward kernel's launch; out is 4-D."""
+    tma = tile.tma and not x.paged and all(describable(t) for t in (x.q, x.k, x.v))
+    variant = variant_of(x, tile, tma)
+    q_desc = descriptor(x.q, tile.block_m, variant.block_d) if tma else None
+    k_desc = descriptor(x.k, tile.block_n, variant.block_d) if tma else None
+    v_desc = descriptor(x.v, tile.block_n, variant.block_dv) if tma else None
+    return Launch(
+        kernel=triton_fwd.attention_fwd,
+        grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+        args=(
+            (x.q, q_desc, strides_of(x.q)),
+            (x.k, k_desc, strides_of(x.k)),
+            (x.v, v_desc, strides_of(x.v)),
+            (out, strides_of(out)),
+            (lse, *x.lse_strides),
+            call_of(x),
+            *seeds_of(x.extras),
+            variant,
+        ),
+        options=launch_options(tile),
+    )
+
+
+def backward(
+    dout, dlse, q, k, v, out, lse_ln, options: AttentionOptions, extras: AttentionExtras
+) -> AttentionGrads:
+    """Gradients of q, k, v, the sinks and the bias. See the module's docstring."""
+    x = inputs_of(q, k, v, options, extras)
+    config = backward_config(problem_of(x, "bwd"), arch_of(q.device))
+    plan = BackwardPlan(
+        x, batched(dout, x.packed_q), dlse, batched(out, x.packed_q), lse_ln, config
+    )
+    for launch in plan.launches():
+        launch.run()
+    packed_k = extras.cu_seqlens_k is not None
+    return AttentionGrads(
+        dq=plan.dq[0] if x.packed_q else plan.dq,
+        dk=plan.dk[0] if packed_k else plan.dk,
+        dv=plan.dv[0] if packed_k else plan.dv,
+        dsinks=plan.dsinks(),
+        dbias=plan.dbias,
+    )
+
+
+class BackwardPlan:
+    """Buffers and launches of one backward, in the order in which they run."""
+
+    def __init__(self, x: Inputs, dout, dlse, out, lse_ln, config: BackwardConfig):
+        self.x, self.dout, self.dlse, self.out, self.lse = x, dout, dlse, out, lse_ln
+        self.config = config
+        self.tma = not x.paged and all(describable(t) for t in (x.q, x.k, x.v, dout))
+        whole = x.whole_keys and x.whole_queries
+        new = torch.empty_like if whole else torch.zeros_like
+        kept = {"memory_format": torch.contiguous_format}
+        self.dq, self.dk, self.dv = (new(t, **kept) for t in (x.q, x.k, x.v))
+        self.delta, self.lse_log2 = torch.zeros_like(lse_ln), torch.zeros_like(lse_ln)
+        bias = x.extras.bias
+        self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
+        self.call, self.seeds = call_of(x), seeds_of(x.extras)
+        block = config.dkdv.block_m
+        rows = cdiv(x.q.shape[1], block) * block + (x.batch * block if x.packed_q else 0)
+        self.sum_rows = (rows, block)
+        self.fused = config.fused and self.tma and config.dkdv.tma
+        self.fused &= x.q.shape[0] * x.heads * rows < 2**31 and x.q.element_size() == 2
+        self.dq_sum = None
+        if self.fused:
+            shape = (x.q.shape[0] * x.heads * rows, self._variant(config.dkdv).block_d)
+            self.dq_sum = torch.empty(shape, device=x.q.device, dtype=torch.float32)
+
+    def _variant(self, tile: TileConfig):
+        return variant_of(self.x, tile, self.tma and tile.tma, self.fused)
+
+    def launches(self) -> list[Launch]:
+        """Everything, in order."""
+        found = [self._rows(), self._dkdv()]
+        found.append(self._dq_cast() if self.fused else self._dq())
+        if self.dbias is not None:
+            found.append(self._dbias())
+        return found
+
+    def _tensors(self, tile: TileConfig):
+        """(q_x, k_x, v_x, do_x) with descriptors of a tile's shape where it uses TMA."""
+        x, variant = self.x, self._variant(tile)
+        tensors = (
+            (x.q, tile.block_m, variant.block_d),
+            (x.k, tile.block_n, variant.block_d),
+            (x.v, tile.block_n, variant.block_dv),
+            (self.dout, tile.block_m, variant.block_dv),
+        )
+        return tuple(
+            (t, descriptor(t, rows, cols) if variant.tma else None, strides_of(t))
+            for t, rows, cols in tensors
+        )
+
+    def _rows(self) -> Launch:
+        x = self.x
+        tile = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)
+        dlse = (None, (0, 0, 0))
+        if self.dlse is not None:
+            d = self.dlse.unsqueeze(0) if x.packed_q else self.dlse
+            dlse = (self.dlse, (d.stride(0), d.stride(1), d.stride(2)))
+        return Launch(
+            kernel=triton_bwd.attention_rows,
+            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            args=(
+                (self.out, strides_of(self.out)),
+                (self.dout, strides_of(self.dout)),
+                (self.lse, *x.lse_strides),
+                dlse,
+                (self.delta, self.lse_log2),
+                self.dq_sum,
+                self.sum_rows,
+                self.call,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dkdv(self) -> Launch:
+        x, tile = self.x, self.config.dkdv
+        variant = self._variant(tile)
+        dq_desc = None
+        if self.dq_sum is not None:
+            block = [tile.block_m, variant.block_d]
+            dq_desc = TensorDescriptor.from_tensor(self.dq_sum, block)
+        return Launch(
+            kernel=triton_bwd.attention_dkdv,
+            grid=(cdiv(x.seqlen_k, tile.block_n), x.kv_heads, x.batch),
+            args=(
+                *self._tensors(tile),
+                (self.delta, self.lse_log2),
+                (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
+                dq_desc,
+                self.sum_rows,
+                x.lse_strides,
+                self.call,
+                *self.seeds,
+                variant,
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dq(self) -> Launch:
+        x, tile = self.x, self.config.dq
+        return Launch(
+            kernel=triton_bwd.attention_dq,
+            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            args=(
+                *self._tensors(tile),
+                (self.delta, self.lse_log2),
+                (self.dq, strides_of(self.dq)),
+                x.lse_strides,
+                self.call,
+                *self.seeds,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dq_cast(self) -> Launch:
+        x = self.x
+        tile = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)
+        return Launch(
+            kernel=triton_bwd.attention_dq_cast,
+            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            args=(
+                self.dq_sum,
+                self.sum_rows,
+                (self.dq, strides_of(self.dq)),
+                self.call,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dbias(self) -> Launch:
+        x, bias = self.x, self.dbias
+        rows = 32 if x.q.element_size() == 4 or x.q.shape[-1] > 128 else 64
+        tile = TileConfig(block_m=rows, block_n=rows, num_warps=4, num_stages=1)
+        return Launch(
+            kernel=triton_bwd.attention_dbias,
+            grid=(
+                cdiv(bias.shape[2], rows),
+                cdiv(bias.shape[3], rows),
+                bias.shape[0] * bias.shape[1],
+            ),
+            args=(
+                *self._tensors(tile),
+                (self.delta, self.lse_log2),
+                (bias, bias.shape[0], bias.shape[1], bias.stride()[:3]),
+                x.lse_strides,
+                x.batch,
+                x.heads,
+                self.call,
+                *self.seeds,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def dsinks(self) -> torch.Tensor | None:
+        """-sum over rows of exp(sink - LSE) * delta; call after the launches."""
+        sinks = self.x.extras.sinks_H
+        if sinks is None:
+            return None
+        share = torch.exp(sinks.float()[:, None] - self.lse)
+        share = torch.where(self.lse == float("-inf"), 0.0, share)
+        total = (share * self.delta).sum(-1)
+        return -(total if self.x.packed_q else total.sum(0)).to(sinks.dtype)
