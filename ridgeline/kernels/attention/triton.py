@@ -29,13 +29,13 @@ from ridgeline.kernels.attention.triton_plan import (
     batched,
     call_of,
     cdiv,
-    describable,
-    descriptor,
+    flat_strides,
     inputs_of,
     launch_options,
     problem_of,
     seeds_of,
     strides_of,
+    tensor_args,
     variant_of,
 )
 
@@ -61,18 +61,15 @@ def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> Launch:
     """The forward kernel's launch; out is 4-D."""
-    tma = tile.tma and not x.paged and all(describable(t) for t in (x.q, x.k, x.v))
+    tma = tile.tma and not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v))
     variant = variant_of(x, tile, tma)
-    q_desc = descriptor(x.q, tile.block_m, variant.block_d) if tma else None
-    k_desc = descriptor(x.k, tile.block_n, variant.block_d) if tma else None
-    v_desc = descriptor(x.v, tile.block_n, variant.block_dv) if tma else None
     return Launch(
         kernel=triton_fwd.attention_fwd,
         grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
         args=(
-            (x.q, q_desc, strides_of(x.q)),
-            (x.k, k_desc, strides_of(x.k)),
-            (x.v, v_desc, strides_of(x.v)),
+            tensor_args(x.q, tile.block_m, tma),
+            tensor_args(x.k, tile.block_n, tma),
+            tensor_args(x.v, tile.block_n, tma),
             (out, strides_of(out)),
             (lse, *x.lse_strides),
             call_of(x),
@@ -110,7 +107,7 @@ class BackwardPlan:
     def __init__(self, x: Inputs, dout, dlse, out, lse_ln, config: BackwardConfig):
         self.x, self.dout, self.dlse, self.out, self.lse = x, dout, dlse, out, lse_ln
         self.config = config
-        self.tma = not x.paged and all(describable(t) for t in (x.q, x.k, x.v, dout))
+        self.tma = not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v, dout))
         whole = x.whole_keys and x.whole_queries
         new = torch.empty_like if whole else torch.zeros_like
         kept = {"memory_format": torch.contiguous_format}
@@ -142,16 +139,12 @@ class BackwardPlan:
 
     def _tensors(self, tile: TileConfig):
         """(q_x, k_x, v_x, do_x) with descriptors of a tile's shape where it uses TMA."""
-        x, variant = self.x, self._variant(tile)
-        tensors = (
-            (x.q, tile.block_m, variant.block_d),
-            (x.k, tile.block_n, variant.block_d),
-            (x.v, tile.block_n, variant.block_dv),
-            (self.dout, tile.block_m, variant.block_dv),
-        )
-        return tuple(
-            (t, descriptor(t, rows, cols) if variant.tma else None, strides_of(t))
-            for t, rows, cols in tensors
+        x, tma = self.x, self.tma and tile.tma
+        return (
+            tensor_args(x.q, tile.block_m, tma),
+            tensor_args(x.k, tile.block_n, tma),
+            tensor_args(x.v, tile.block_n, tma),
+            tensor_args(self.dout, tile.block_m, tma),
         )
 
     def _rows(self) -> Launch:

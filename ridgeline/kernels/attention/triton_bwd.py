@@ -55,6 +55,8 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, dq_ptr, dq_rows, c, v: tl.c
 
     A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0.
     """
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_D: tl.constexpr = v.block_d
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row_q, start_q, stored, S, _, _, _, _ = sequence(c, b)
     m0 = tl.program_id(0) * v.block_m
@@ -83,19 +85,21 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, dq_ptr, dq_rows, c, v: tl.c
             base = (
                 dq_ptr + sum_row(row_q, h, tl.num_programs(1), start_q, b, dq_rows, c) * v.block_d
             )
-            zero = tl.zeros((v.block_m, v.block_d), tl.float32)
+            zero = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             store_rows(base, v.block_d, m0, stored, zero, v.block_m, v.block_d, v.block_d)
 
 
 @triton.jit
-def load_queries(x, m, S, c, MASKED: tl.constexpr, D: tl.constexpr, v: tl.constexpr):
-    """A tile of Q or dO; x is (base, descriptor, strides, row, start, head). See `load_keys`."""
-    base, desc, strides, row, start, head = x
-    if v.tma and (not MASKED or (c.cu_q is None and c.used_q is None)):
-        tile = desc.load([row.to(tl.int32), start.to(tl.int32) + m, head, 0])
-        tile = tile.reshape(v.block_m, D[1])
+def load_queries(
+    x, place, m, S, c, MASKED: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, v: tl.constexpr
+):
+    """A tile of Q or dO; place is (base, row, start, head). See `load_keys`."""
+    base, row, start, head = place
+    if v.tma and (not MASKED or v.whole_m):
+        flat = row.to(tl.int32) * x[3][0] + head * x[3][1] + start.to(tl.int32) + m
+        tile = x[2].load([flat, head * x[3][2]])
     else:
-        tile = load_rows(base, strides[1], m, 0, S, v.block_m, D[0], D[1])
+        tile = load_rows(base, x[1][1], m, 0, S, v.block_m, DIM, COLS)
     return tile
 
 
@@ -111,14 +115,27 @@ def probabilities(s, lse_log2, c, v: tl.constexpr):
 
 @triton.jit
 def _dkdv_step(
-    grads, kv, q_x, do_x, rows_x, place, n0, m, MASKED: tl.constexpr, c, v: tl.constexpr
+    grads,
+    kv,
+    q_x,
+    do_x,
+    q_at,
+    do_at,
+    rows_x,
+    dq_desc,
+    place,
+    n0,
+    m,
+    MASKED: tl.constexpr,
+    c,
+    v: tl.constexpr,
 ):
     """One query tile of `attention_dkdv`. MASKED: 0 no mask, 1 mask, 2 mask by a branch."""
     dk, dv = grads
     k, values = kv
-    b, h, S, T, pad, seed, offset, full_first, full_end, dq_desc, dq_row = place
+    b, h, S, T, pad, seed, offset, full_first, full_end, dq_row = place
     i_m = m + tl.arange(0, v.block_m)
-    q = load_queries(q_x, m, S, c, MASKED == 1, (v.head_dim, v.block_d), v)
+    q = load_queries(q_x, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
     delta_ptr, lse_ptr = rows_x
     if MASKED > 0:
         lse = tl.load(lse_ptr + i_m, mask=i_m < S, other=float("inf"))
@@ -133,7 +150,7 @@ def _dkdv_step(
     elif MASKED == 2:
         if (m < full_first) | (m >= full_end):
             p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    do = load_queries(do_x, m, S, c, MASKED == 1, (v.head_dim_v, v.block_dv), v)
+    do = load_queries(do_x, do_at, m, S, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     if MASKED > 0:
         delta = tl.load(delta_ptr + i_m, mask=i_m < S, other=0.0)
     else:
@@ -172,10 +189,13 @@ def attention_dkdv(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (key tiles, kv heads, batch). *_x are (pointer, descriptor or None, strides).
+    """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, descriptor, its strides).
 
     grads_x is (dk, strides, dv, strides); dq_desc describes the fp32 sum of dQ (`sum_row`).
     """
+    BLOCK_N: tl.constexpr = v.block_n
+    BLOCK_D: tl.constexpr = v.block_d
+    BLOCK_DV: tl.constexpr = v.block_dv
     g, b = tl.program_id(1), tl.program_id(2)
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
     n0 = tl.program_id(0) * v.block_n
@@ -184,50 +204,98 @@ def attention_dkdv(
         stored = (tl.load(c.cu_k + b + 1).to(tl.int64) - start_k).to(tl.int32)
     if n0 < stored:
         g_64 = g.to(tl.int64)
-        k_ptr, k_desc, k_strides = k_x
-        v_ptr, v_desc, v_strides = v_x
-        k_ptr += row_k * k_strides[0] + start_k * k_strides[1] + g_64 * k_strides[2]
-        v_ptr += row_k * v_strides[0] + start_k * v_strides[1] + g_64 * v_strides[2]
-        keys = (k_ptr, k_desc, k_strides, row_k, start_k, g, c.pages)
-        values = (v_ptr, v_desc, v_strides, row_k, start_k, g, c.pages)
-        k = load_keys(keys, n0, pad, T, c, True, (v.head_dim, v.block_d), v)
-        val = load_keys(values, n0, pad, T, c, True, (v.head_dim_v, v.block_dv), v)
-        q_ptr, q_desc, q_strides = q_x
-        do_ptr, do_desc, do_strides = do_x
-        q_ptr += row_q * q_strides[0] + start_q * q_strides[1]
-        do_ptr += row_q * do_strides[0] + start_q * do_strides[1]
-        dk = tl.zeros((v.block_n, v.block_d), tl.float32)
-        dv = tl.zeros((v.block_n, v.block_dv), tl.float32)
+        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_at = (k_ptr, row_k, start_k, g, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr)
+        k = load_keys(k_x, k_at, n0, pad, T, c, True, v.head_dim, v.block_d, v)
+        val = load_keys(v_x, v_at, n0, pad, T, c, True, v.head_dim_v, v.block_dv, v)
+        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1]
+        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1]
+        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
         first, full_first, full_end, end = query_spans(n0, S, T, pad, c, v)
         num_heads = tl.num_programs(1) * v.group
         for member in range(v.group):
             h = g * v.group + member
             h_64 = h.to(tl.int64)
-            queries = (q_ptr + h_64 * q_strides[2], q_desc, q_strides, row_q, start_q, h)
-            douts = (do_ptr + h_64 * do_strides[2], do_desc, do_strides, row_q, start_q, h)
+            q_at = (q_ptr + h_64 * q_x[1][2], row_q, start_q, h)
+            do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
             at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q
             rows = (rows_x[0] + at, rows_x[1] + at)
             dq_row = sum_row(row_q, h_64, num_heads, start_q, b, dq_rows, c).to(tl.int32)
-            place = (b, h, S, T, pad, seed, offset, full_first, full_end, dq_desc, dq_row)
+            place = (b, h, S, T, pad, seed, offset, full_first, full_end, dq_row)
             if v.branch:
                 for m in tl.range(first, end, v.block_m, num_stages=v.num_stages):
                     dk, dv = _dkdv_step(
-                        (dk, dv), (k, val), queries, douts, rows, place, n0, m, 2, c, v
+                        (dk, dv),
+                        (k, val),
+                        q_x,
+                        do_x,
+                        q_at,
+                        do_at,
+                        rows,
+                        dq_desc,
+                        place,
+                        n0,
+                        m,
+                        2,
+                        c,
+                        v,
                     )
             else:
                 if v.right:
                     for m in tl.range(first, full_first, v.block_m, num_stages=v.num_stages):
                         dk, dv = _dkdv_step(
-                            (dk, dv), (k, val), queries, douts, rows, place, n0, m, 1, c, v
+                            (dk, dv),
+                            (k, val),
+                            q_x,
+                            do_x,
+                            q_at,
+                            do_at,
+                            rows,
+                            dq_desc,
+                            place,
+                            n0,
+                            m,
+                            1,
+                            c,
+                            v,
                         )
                 for m in tl.range(full_first, full_end, v.block_m, num_stages=v.num_stages):
                     dk, dv = _dkdv_step(
-                        (dk, dv), (k, val), queries, douts, rows, place, n0, m, 0, c, v
+                        (dk, dv),
+                        (k, val),
+                        q_x,
+                        do_x,
+                        q_at,
+                        do_at,
+                        rows,
+                        dq_desc,
+                        place,
+                        n0,
+                        m,
+                        0,
+                        c,
+                        v,
                     )
-                if not v.even_m:
+                if v.left or not (v.whole_m and v.whole_n):
                     for m in tl.range(full_end, end, v.block_m, num_stages=v.num_stages):
                         dk, dv = _dkdv_step(
-                            (dk, dv), (k, val), queries, douts, rows, place, n0, m, 1, c, v
+                            (dk, dv),
+                            (k, val),
+                            q_x,
+                            do_x,
+                            q_at,
+                            do_at,
+                            rows,
+                            dq_desc,
+                            place,
+                            n0,
+                            m,
+                            1,
+                            c,
+                            v,
                         )
         dk_ptr, dk_strides, dv_ptr, dv_strides = grads_x
         dk_ptr += row_k * dk_strides[0] + start_k * dk_strides[1] + g_64 * dk_strides[2]
@@ -238,12 +306,14 @@ def attention_dkdv(
 
 
 @triton.jit
-def _dq_step(dq, q, do, rows, k_x, v_x, place, n, MASKED: tl.constexpr, c, v: tl.constexpr):
+def _dq_step(
+    dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, MASKED: tl.constexpr, c, v: tl.constexpr
+):
     """One key tile of `attention_dq`."""
     b, h, S, T, pad, seed, offset, full_first, full_end = place
     i_m, lse, delta = rows
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
-    k = load_keys(k_x, n, pad, T, c, MASKED == 1, (v.head_dim, v.block_d), v)
+    k = load_keys(k_x, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[:, None], c, v)
@@ -252,7 +322,7 @@ def _dq_step(dq, q, do, rows, k_x, v_x, place, n, MASKED: tl.constexpr, c, v: tl
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
             p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    values = load_keys(v_x, n, pad, T, c, MASKED == 1, (v.head_dim_v, v.block_dv), v)
+    values = load_keys(v_x, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seed, offset, c)
@@ -277,7 +347,9 @@ def attention_dq(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch). *_x are (pointer, descriptor or None, strides)."""
+    """Grid (query tiles, heads, batch). *_x are (pointer, strides, descriptor, its strides)."""
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_D: tl.constexpr = v.block_d
     h, b = tl.program_id(1), tl.program_id(2)
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, b)
     tile = tl.program_id(0)
@@ -287,40 +359,36 @@ def attention_dq(
     if m0 < stored:
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-        q_ptr, q_desc, q_strides = q_x
-        do_ptr, do_desc, do_strides = do_x
-        q_ptr += row_q * q_strides[0] + start_q * q_strides[1] + h_64 * q_strides[2]
-        do_ptr += row_q * do_strides[0] + start_q * do_strides[1] + h_64 * do_strides[2]
-        queries = (q_ptr, q_desc, q_strides, row_q, start_q, h)
-        douts = (do_ptr, do_desc, do_strides, row_q, start_q, h)
-        q = load_queries(queries, m0, S, c, True, (v.head_dim, v.block_d), v)
-        do = load_queries(douts, m0, S, c, True, (v.head_dim_v, v.block_dv), v)
-        k_ptr, k_desc, k_strides = k_x
-        v_ptr, v_desc, v_strides = v_x
-        k_ptr += row_k * k_strides[0] + start_k * k_strides[1] + g_64 * k_strides[2]
-        v_ptr += row_k * v_strides[0] + start_k * v_strides[1] + g_64 * v_strides[2]
-        keys = (k_ptr, k_desc, k_strides, row_k, start_k, g, c.pages)
-        values = (v_ptr, v_desc, v_strides, row_k, start_k, g, c.pages)
+        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
+        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
+        q_at = (q_ptr, row_q, start_q, h)
+        do_at = (do_ptr, row_q, start_q, h)
+        q = load_queries(q_x, q_at, m0, S, c, True, v.head_dim, v.block_d, v)
+        do = load_queries(do_x, do_at, m0, S, c, True, v.head_dim_v, v.block_dv, v)
+        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_at = (k_ptr, row_k, start_k, g, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr)
         i_m = m0 + tl.arange(0, v.block_m)
         at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
         delta = tl.load(rows_x[0] + at, mask=i_m < S, other=0.0)
         lse = tl.load(rows_x[1] + at, mask=i_m < S, other=float("inf"))
         rows = (i_m, lse, delta)
-        dq = tl.zeros((v.block_m, v.block_d), tl.float32)
+        dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
         place = (b, h, S, T, pad, seed, offset, full_first, full_end)
         if v.branch:
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(dq, q, do, rows, keys, values, place, n, 2, c, v)
+                dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 2, c, v)
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(dq, q, do, rows, keys, values, place, n, 1, c, v)
+                    dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 1, c, v)
             for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(dq, q, do, rows, keys, values, place, n, 0, c, v)
-            if not v.even_n:
+                dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 0, c, v)
+            if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(dq, q, do, rows, keys, values, place, n, 1, c, v)
+                    dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 1, c, v)
         dq_ptr, dq_strides = dq_x
         dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
         dq = dq * c.scale
@@ -349,18 +417,14 @@ def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.con
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
     g = h // v.group
     h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-    q_ptr, _, q_strides = q_x
-    do_ptr, _, do_strides = do_x
-    k_ptr, _, k_strides = k_x
-    v_ptr, _, v_strides = v_x
-    q_ptr += row_q * q_strides[0] + start_q * q_strides[1] + h_64 * q_strides[2]
-    do_ptr += row_q * do_strides[0] + start_q * do_strides[1] + h_64 * do_strides[2]
-    k_ptr += row_k * k_strides[0] + start_k * k_strides[1] + g_64 * k_strides[2]
-    v_ptr += row_k * v_strides[0] + start_k * v_strides[1] + g_64 * v_strides[2]
-    q = load_rows(q_ptr, q_strides[1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
-    k = load_rows(k_ptr, k_strides[1], n0, pad, T, v.block_n, v.head_dim, v.block_d)
-    do = load_rows(do_ptr, do_strides[1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
-    values = load_rows(v_ptr, v_strides[1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
+    q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
+    do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
+    k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+    v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+    q = load_rows(q_ptr, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
+    k = load_rows(k_ptr, k_x[1][1], n0, pad, T, v.block_n, v.head_dim, v.block_d)
+    do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+    values = load_rows(v_ptr, v_x[1][1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
     i_m = m0 + tl.arange(0, v.block_m)
     row = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
     delta = tl.load(rows_x[0] + row, mask=i_m < S, other=0.0)
@@ -396,11 +460,13 @@ def attention_dbias(
 
     dbias_x is (pointer, batch, heads, strides) of the contiguous gradient.
     """
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_N: tl.constexpr = v.block_n
     m0, n0 = tl.program_id(0) * v.block_m, tl.program_id(1) * v.block_n
     dbias_ptr, bias_batch, bias_heads, strides = dbias_x
     bias_b, bias_h = tl.program_id(2) // bias_heads, tl.program_id(2) % bias_heads
     num_b, num_h = batch // bias_batch, heads // bias_heads
-    total = tl.zeros((v.block_m, v.block_n), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for member in range(num_b * num_h):
         b, h = bias_b + member // num_h, bias_h + member % num_h
         total += _bias_tile(

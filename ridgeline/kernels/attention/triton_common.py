@@ -79,9 +79,10 @@ class Variant:
     """One loop with a uniform branch for the mask, in place of masked and unmasked loops."""
     specialize: bool = False
     """Triton's automatic warp specialization."""
-    even_n: bool = False
-    """No tail of keys and no right bound: the last masked loop is not compiled."""
-    even_m: bool = False
+    whole_m: bool = False
+    """Every tile of queries lies inside its sequence."""
+    whole_n: bool = False
+    """Every tile of keys lies inside its sequence."""
     fused: bool = False
     """Backward: dQ is summed in memory by the dK/dV kernel."""
 
@@ -244,16 +245,25 @@ def load_rows(
 
 @triton.jit
 def load_paged_rows(
-    base, strides, pages, page_size, start, low, high, ROWS: tl.constexpr, D: tl.constexpr
+    base,
+    strides,
+    pages,
+    page_size,
+    start,
+    low,
+    high,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
 ):
-    """Like `load_rows` over the pages of a sequence; D is (DIM, COLS)."""
-    j, cols = start + tl.arange(0, ROWS), tl.arange(0, D[1])
+    """Like `load_rows` over the pages of a sequence; strides are (page, slot, head)."""
+    j, cols = start + tl.arange(0, ROWS), tl.arange(0, COLS)
     exists = (j >= low) & (j < high)
     page = tl.load(pages + j // page_size, mask=exists, other=0).to(tl.int64)
     rows = page * strides[0] + (j % page_size) * strides[1]
     mask = exists[:, None]
-    if D[0] != D[1]:
-        mask &= (cols < D[0])[None, :]
+    if DIM != COLS:
+        mask &= (cols < DIM)[None, :]
     return tl.load(base + rows[:, None] + cols[None, :], mask=mask, other=0.0)
 
 

@@ -31,21 +31,31 @@ from ridgeline.kernels.attention.triton_common import (
 
 
 @triton.jit
-def load_keys(x, n, pad, T, c, MASKED: tl.constexpr, D: tl.constexpr, v: tl.constexpr):
-    """A tile of K or V. x is (base, descriptor, strides, row, start, head, pages); D (DIM, COLS).
+def load_keys(
+    x,
+    place,
+    n,
+    pad,
+    T,
+    c,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    v: tl.constexpr,
+):
+    """A tile of K or V. x is (pointer, strides, descriptor, its strides), place (base, row, start,
+    head, pages).
 
-    A tile that may reach beyond its sequence comes by masked loads (what lies there could be NaN),
-    except where the descriptor's own bounds are the sequence's.
+    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN.
     """
-    base, desc, strides, row, start, head, pages = x
+    base, row, start, head, pages = place
     if c.pages is not None:
-        tile = load_paged_rows(base, strides, pages, c.page_size, n, pad, T, v.block_n, D)
-    elif v.tma and (not MASKED or (c.cu_k is None and c.used_k is None and c.pad_k is None)):
-        tile = desc.load([row.to(tl.int32), start.to(tl.int32) + n, head, 0])
-        tile = tile.reshape(v.block_n, D[1])
+        tile = load_paged_rows(base, x[1], pages, c.page_size, n, pad, T, v.block_n, DIM, COLS)
+    elif v.tma and (not MASKED or v.whole_n):
+        flat = row.to(tl.int32) * x[3][0] + head * x[3][1] + start.to(tl.int32) + n
+        tile = x[2].load([flat, head * x[3][2]])
     else:
-        low, high = pad, T
-        tile = load_rows(base, strides[1], n, low, high, v.block_n, D[0], D[1])
+        tile = load_rows(base, x[1][1], n, pad, T, v.block_n, DIM, COLS)
     return tile
 
 
@@ -67,12 +77,12 @@ def online_softmax(s, m, SAFE: tl.constexpr, c, v: tl.constexpr):
 
 
 @triton.jit
-def _step(state, q, k_x, v_x, place, rows, n, MASKED: tl.constexpr, c, v: tl.constexpr):
+def _step(state, q, k_x, v_x, k_at, v_at, place, rows, n, MASKED: tl.constexpr, c, v: tl.constexpr):
     """One key tile. MASKED: 0 no mask, 1 mask, 2 mask by a branch where the tile needs it."""
     acc, total, m = state
     b, h, S, T, pad, seed, offset = place
     i_m, full_first, full_end = rows
-    k = load_keys(k_x, n, pad, T, c, MASKED == 1, (v.head_dim, v.block_d), v)
+    k = load_keys(k_x, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
     s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
@@ -85,7 +95,7 @@ def _step(state, q, k_x, v_x, place, rows, n, MASKED: tl.constexpr, c, v: tl.con
     total = total * rescale + tl.sum(p, 1)
     if v.dropout:
         p = tl.where(dropout_keep(i, j, b, h, seed, offset, c), p, 0.0)
-    values = load_keys(v_x, n, pad, T, c, MASKED == 1, (v.head_dim_v, v.block_dv), v)
+    values = load_keys(v_x, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     acc = acc * rescale[:, None]
     acc = tl.dot(p.to(values.dtype), values, acc, input_precision=v.precision)
     return acc, total, m
@@ -103,10 +113,12 @@ def attention_fwd(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch); *_x are (pointer, descriptor or None, strides).
+    """Grid (query tiles, heads, batch); *_x are (pointer, strides, descriptor, its strides).
 
     Writes out and lse_ln of every stored row; rows beyond the used length give 0 and -inf.
     """
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_DV: tl.constexpr = v.block_dv
     h, b = tl.program_id(1), tl.program_id(2)
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, b)
     tile = tl.program_id(0)
@@ -116,31 +128,28 @@ def attention_fwd(
     if m0 < stored:
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-        q_ptr, q_desc, q_strides = q_x
-        if v.tma and c.cu_q is None and c.used_q is None:
-            q = q_desc.load([row_q.to(tl.int32), m0, h, 0]).reshape(v.block_m, v.block_d)
+        if v.tma and v.whole_m:
+            q = q_x[2].load([row_q.to(tl.int32) * q_x[3][0] + h * q_x[3][1] + m0, h * q_x[3][2]])
         else:
-            base = q_ptr + row_q * q_strides[0] + start_q * q_strides[1] + h_64 * q_strides[2]
-            q = load_rows(base, q_strides[1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
-        k_ptr, k_desc, k_strides = k_x
-        v_ptr, v_desc, v_strides = v_x
-        pages = c.pages
+            base = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
+            q = load_rows(base, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
+        k_ptr, v_ptr, pages = k_x[0], v_x[0], k_x[0]
+        k_ptr += g_64 * k_x[1][2]
+        v_ptr += g_64 * v_x[1][2]
         if c.pages is not None:
             pages = c.pages + b.to(tl.int64) * c.stride_pages
-            k_ptr += g_64 * k_strides[2]
-            v_ptr += g_64 * v_strides[2]
         else:
-            k_ptr += row_k * k_strides[0] + start_k * k_strides[1] + g_64 * k_strides[2]
-            v_ptr += row_k * v_strides[0] + start_k * v_strides[1] + g_64 * v_strides[2]
-        keys = (k_ptr, k_desc, k_strides, row_k, start_k, g, pages)
-        values = (v_ptr, v_desc, v_strides, row_k, start_k, g, pages)
+            k_ptr += row_k * k_x[1][0] + start_k * k_x[1][1]
+            v_ptr += row_k * v_x[1][0] + start_k * v_x[1][1]
+        k_at = (k_ptr, row_k, start_k, g, pages)
+        v_at = (v_ptr, row_k, start_k, g, pages)
 
         i_m = m0 + tl.arange(0, v.block_m)
-        acc = tl.zeros((v.block_m, v.block_dv), tl.float32)
-        m = tl.full((v.block_m,), float("-inf"), tl.float32)
-        total = tl.zeros((v.block_m,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
         if c.sinks is not None:
-            m = tl.zeros((v.block_m,), tl.float32) + tl.load(c.sinks + h) * LOG2E
+            m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(c.sinks + h) * LOG2E
             total += 1.0
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
         place = (b, h, S, T, pad, seed, offset)
@@ -149,11 +158,15 @@ def attention_fwd(
             for n in tl.range(
                 first, end, v.block_n, num_stages=v.num_stages, warp_specialize=v.specialize
             ):
-                acc, total, m = _step((acc, total, m), q, keys, values, place, rows, n, 2, c, v)
+                acc, total, m = _step(
+                    (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 2, c, v
+                )
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = _step((acc, total, m), q, keys, values, place, rows, n, 1, c, v)
+                    acc, total, m = _step(
+                        (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 1, c, v
+                    )
             for n in tl.range(
                 full_first,
                 full_end,
@@ -161,10 +174,14 @@ def attention_fwd(
                 num_stages=v.num_stages,
                 warp_specialize=v.specialize,
             ):
-                acc, total, m = _step((acc, total, m), q, keys, values, place, rows, n, 0, c, v)
-            if not v.even_n:
+                acc, total, m = _step(
+                    (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 0, c, v
+                )
+            if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = _step((acc, total, m), q, keys, values, place, rows, n, 1, c, v)
+                    acc, total, m = _step(
+                        (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 1, c, v
+                    )
 
         empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))

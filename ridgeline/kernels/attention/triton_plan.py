@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ridgeline.core import env
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.dtypes import dtype_name
-from ridgeline.kernels.attention.config import TileConfig, block_dims
+from ridgeline.kernels.attention.config import TileConfig, block_dims, next_power_of_2
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions, AttentionProblem
 from ridgeline.kernels.attention.rng import threshold
 from ridgeline.kernels.attention.triton_common import Call, Variant
@@ -78,23 +78,38 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def describable(x: torch.Tensor) -> bool:
-    """Whether TMA can read a [B, S, H, D] tensor: aligned, not empty, no repeated rows."""
-    size = x.element_size()
-    strides_fit = all(
-        n == 1 or (s > 0 and s * size % 16 == 0)
-        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and strides_fit and x.stride(-1) == 1
+def flat_strides(x: torch.Tensor) -> tuple[int, int, int] | None:
+    """How a [B, S, H, D] tensor lies in a matrix whose rows are one query or key: (rows a batch, rows
+    a head, columns a head); None where it does not, or TMA cannot read it."""
+    batch, row, head = strides_of(x)
+    size, dim = x.element_size(), x.shape[-1]
+    if x.numel() == 0 or row <= 0 or dim != max(16, next_power_of_2(dim)):
+        return None
+    if x.data_ptr() % 16 or row * size % 16 or head * size % 16 or x.stride(-1) != 1:
+        return None
+    batch = 0 if x.shape[0] == 1 else batch
+    head = 0 if x.shape[2] == 1 else head
+    if batch % row or batch < 0 or head < 0:
+        return None
+    if head >= row:
+        return None if head % row else (batch // row, head // row, 0)
+    return None if head * (x.shape[2] - 1) + dim > row else (batch // row, 0, head)
 
 
-def descriptor(x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """A descriptor of [B, S, H, D] whose tile is `rows` rows of one head, zero beyond the bounds."""
-    safe = [
-        s if n > 1 else max(16, x.shape[-1] + 15 & ~15)
-        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*safe, 1], [1, rows, 1, cols])
+def tile_descriptor(x: torch.Tensor, flat: tuple[int, int, int], rows: int) -> TensorDescriptor:
+    """A descriptor of `rows` rows of one head, in the matrix of `flat_strides`."""
+    num = (x.shape[0] - 1) * flat[0] + (x.shape[2] - 1) * flat[1] + x.shape[1]
+    cols = (x.shape[2] - 1) * flat[2] + x.shape[3]
+    return TensorDescriptor(x, [num, cols], [x.stride(1), 1], [rows, x.shape[3]])
+
+
+def tensor_args(x: torch.Tensor, rows: int, tma: bool):
+    """(tensor, strides, descriptor or None, flat strides), as kernels take a tensor."""
+    if not tma:
+        return x, strides_of(x), None, (0, 0, 0)
+    flat = flat_strides(x)
+    assert flat is not None
+    return x, strides_of(x), tile_descriptor(x, flat, rows), flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +256,8 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, fused: bool = False) -> V
     options, extras = x.options, x.extras
     block_d, block_dv = block_dims(problem_of(x, "fwd"))
     plain = not options.softcap and extras.bias is None and extras.alibi_slopes is None
-    simple = x.whole_keys and x.whole_queries
-    whole_tiles = simple and x.seqlen_k % tile.block_n == 0
+    whole_m = x.whole_queries and x.seqlen_q % tile.block_m == 0
+    whole_n = x.whole_keys and x.seqlen_k % tile.block_n == 0
     return Variant(
         head_dim=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
@@ -259,10 +274,10 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, fused: bool = False) -> V
         block_dv=block_dv,
         num_stages=tile.num_stages,
         tma=tma,
-        branch=tile.branch and (simple or not tma),
+        branch=tile.branch and (not tma or (whole_m and whole_n)),
         specialize=tile.specialize and tma,
-        even_n=whole_tiles and x.right is None,
-        even_m=whole_tiles and options.window_left is None and x.seqlen_q % tile.block_m == 0,
+        whole_m=whole_m,
+        whole_n=whole_n,
         fused=fused,
     )
 
