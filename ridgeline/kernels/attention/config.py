@@ -102,10 +102,10 @@ def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfi
             return f"{name} {value} is not a power of two of 16 or more"
     if tile.num_warps not in (1, 2, 4, 8):
         return f"num_warps {tile.num_warps} is not 1, 2, 4 or 8"
-    if tile.block_m < 16 * tile.num_warps and kernel != "dkdv":
-        return f"block_m {tile.block_m} leaves {tile.num_warps} warps less than 16 rows each"
-    if tile.block_n < 16 * tile.num_warps and kernel == "dkdv":
-        return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 16 rows each"
+    if tile.block_m < 8 * tile.num_warps and kernel != "dkdv":
+        return f"block_m {tile.block_m} leaves {tile.num_warps} warps less than 8 rows each"
+    if tile.block_n < 8 * tile.num_warps and kernel == "dkdv":
+        return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 8 rows each"
     if tile.tma and (not arch.is_gpu or int(arch.name[2:]) < 90):
         return f"tensor descriptors need sm90, not {arch.name}"
     if tile.specialize and (not tile.tma or tile.num_warps != 4):
@@ -155,7 +155,9 @@ _BACKWARD_SM90: dict[tuple[int, str], BackwardConfig] = {
     for dim in (64, 128)
     for mask in ("full", "causal", "window")
 } | {
-    (256, mask): BackwardConfig(dkdv=_tile(32, 64, 4, 1), dq=_tile(64, 32, 4, 1))
+    (256, mask): BackwardConfig(
+        dkdv=_tile(64, 64, 8, 1, tma=True), dq=_tile(64, 64, 8, 1, tma=True)
+    )
     for mask in ("full", "causal", "window")
 }
 

@@ -63,13 +63,15 @@ def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConf
     """The forward kernel's launch; out is 4-D."""
     tma = tile.tma and not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v))
     variant = variant_of(x, tile, tma)
+    places, descriptors = tensor_args(
+        ((x.q, tile.block_m), (x.k, tile.block_n), (x.v, tile.block_n)), tma
+    )
     return Launch(
         kernel=triton_fwd.attention_fwd,
         grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
         args=(
-            tensor_args(x.q, tile.block_m, tma),
-            tensor_args(x.k, tile.block_n, tma),
-            tensor_args(x.v, tile.block_n, tma),
+            *places,
+            *descriptors,
             (out, strides_of(out)),
             (lse, *x.lse_strides),
             call_of(x),
@@ -138,14 +140,15 @@ class BackwardPlan:
         return found
 
     def _tensors(self, tile: TileConfig):
-        """(q_x, k_x, v_x, do_x) with descriptors of a tile's shape where it uses TMA."""
-        x, tma = self.x, self.tma and tile.tma
-        return (
-            tensor_args(x.q, tile.block_m, tma),
-            tensor_args(x.k, tile.block_n, tma),
-            tensor_args(x.v, tile.block_n, tma),
-            tensor_args(self.dout, tile.block_m, tma),
+        """Places and descriptors of q, k, v and dout for a tile."""
+        x = self.x
+        tensors = (
+            (x.q, tile.block_m),
+            (x.k, tile.block_n),
+            (x.v, tile.block_n),
+            (self.dout, tile.block_m),
         )
+        return tensor_args(tensors, self.tma and tile.tma)
 
     def _rows(self) -> Launch:
         x = self.x
@@ -173,6 +176,7 @@ class BackwardPlan:
 
     def _dkdv(self) -> Launch:
         x, tile = self.x, self.config.dkdv
+        places, descriptors = self._tensors(tile)
         variant = self._variant(tile)
         dq_desc = None
         if self.dq_sum is not None:
@@ -182,7 +186,8 @@ class BackwardPlan:
             kernel=triton_bwd.attention_dkdv,
             grid=(cdiv(x.seqlen_k, tile.block_n), x.kv_heads, x.batch),
             args=(
-                *self._tensors(tile),
+                *places,
+                *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
                 dq_desc,
@@ -197,11 +202,13 @@ class BackwardPlan:
 
     def _dq(self) -> Launch:
         x, tile = self.x, self.config.dq
+        places, descriptors = self._tensors(tile)
         return Launch(
             kernel=triton_bwd.attention_dq,
             grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
             args=(
-                *self._tensors(tile),
+                *places,
+                *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dq, strides_of(self.dq)),
                 x.lse_strides,
@@ -240,7 +247,7 @@ class BackwardPlan:
                 bias.shape[0] * bias.shape[1],
             ),
             args=(
-                *self._tensors(tile),
+                *self._tensors(tile)[0],
                 (self.delta, self.lse_log2),
                 (bias, bias.shape[0], bias.shape[1], bias.stride()[:3]),
                 x.lse_strides,

@@ -91,13 +91,22 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, dq_ptr, dq_rows, c, v: tl.c
 
 @triton.jit
 def load_queries(
-    x, place, m, S, c, MASKED: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, v: tl.constexpr
+    x,
+    desc,
+    place,
+    m,
+    S,
+    c,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    v: tl.constexpr,
 ):
     """A tile of Q or dO; place is (base, row, start, head). See `load_keys`."""
     base, row, start, head = place
     if v.tma and (not MASKED or v.whole_m):
-        flat = row.to(tl.int32) * x[3][0] + head * x[3][1] + start.to(tl.int32) + m
-        tile = x[2].load([flat, head * x[3][2]])
+        flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + m
+        tile = desc.load([flat, head * x[2][2]])
     else:
         tile = load_rows(base, x[1][1], m, 0, S, v.block_m, DIM, COLS)
     return tile
@@ -119,6 +128,8 @@ def _dkdv_step(
     kv,
     q_x,
     do_x,
+    q_desc,
+    do_desc,
     q_at,
     do_at,
     rows_x,
@@ -135,7 +146,7 @@ def _dkdv_step(
     k, values = kv
     b, h, S, T, pad, seed, offset, full_first, full_end, dq_row = place
     i_m = m + tl.arange(0, v.block_m)
-    q = load_queries(q_x, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
+    q = load_queries(q_x, q_desc, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
     delta_ptr, lse_ptr = rows_x
     if MASKED > 0:
         lse = tl.load(lse_ptr + i_m, mask=i_m < S, other=float("inf"))
@@ -150,7 +161,7 @@ def _dkdv_step(
     elif MASKED == 2:
         if (m < full_first) | (m >= full_end):
             p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    do = load_queries(do_x, do_at, m, S, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    do = load_queries(do_x, do_desc, do_at, m, S, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     if MASKED > 0:
         delta = tl.load(delta_ptr + i_m, mask=i_m < S, other=0.0)
     else:
@@ -179,6 +190,10 @@ def attention_dkdv(
     k_x,
     v_x,
     do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
     rows_x,
     grads_x,
     dq_desc,
@@ -189,7 +204,7 @@ def attention_dkdv(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, descriptor, its strides).
+    """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, flat strides).
 
     grads_x is (dk, strides, dv, strides); dq_desc describes the fp32 sum of dQ (`sum_row`).
     """
@@ -208,8 +223,8 @@ def attention_dkdv(
         v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
         k_at = (k_ptr, row_k, start_k, g, k_ptr)
         v_at = (v_ptr, row_k, start_k, g, v_ptr)
-        k = load_keys(k_x, k_at, n0, pad, T, c, True, v.head_dim, v.block_d, v)
-        val = load_keys(v_x, v_at, n0, pad, T, c, True, v.head_dim_v, v.block_dv, v)
+        k = load_keys(k_x, k_desc, k_at, n0, pad, T, c, True, v.head_dim, v.block_d, v)
+        val = load_keys(v_x, v_desc, v_at, n0, pad, T, c, True, v.head_dim_v, v.block_dv, v)
         q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1]
         do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1]
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -232,6 +247,8 @@ def attention_dkdv(
                         (k, val),
                         q_x,
                         do_x,
+                        q_desc,
+                        do_desc,
                         q_at,
                         do_at,
                         rows,
@@ -251,6 +268,8 @@ def attention_dkdv(
                             (k, val),
                             q_x,
                             do_x,
+                            q_desc,
+                            do_desc,
                             q_at,
                             do_at,
                             rows,
@@ -268,6 +287,8 @@ def attention_dkdv(
                         (k, val),
                         q_x,
                         do_x,
+                        q_desc,
+                        do_desc,
                         q_at,
                         do_at,
                         rows,
@@ -286,6 +307,8 @@ def attention_dkdv(
                             (k, val),
                             q_x,
                             do_x,
+                            q_desc,
+                            do_desc,
                             q_at,
                             do_at,
                             rows,
@@ -307,13 +330,27 @@ def attention_dkdv(
 
 @triton.jit
 def _dq_step(
-    dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, MASKED: tl.constexpr, c, v: tl.constexpr
+    dq,
+    q,
+    do,
+    rows,
+    k_x,
+    v_x,
+    k_desc,
+    v_desc,
+    k_at,
+    v_at,
+    place,
+    n,
+    MASKED: tl.constexpr,
+    c,
+    v: tl.constexpr,
 ):
     """One key tile of `attention_dq`."""
     b, h, S, T, pad, seed, offset, full_first, full_end = place
     i_m, lse, delta = rows
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
-    k = load_keys(k_x, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[:, None], c, v)
@@ -322,7 +359,7 @@ def _dq_step(
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
             p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    values = load_keys(v_x, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seed, offset, c)
@@ -339,6 +376,10 @@ def attention_dq(
     k_x,
     v_x,
     do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
     rows_x,
     dq_x,
     lse_strides,
@@ -347,7 +388,7 @@ def attention_dq(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch). *_x are (pointer, strides, descriptor, its strides)."""
+    """Grid (query tiles, heads, batch). *_x are (pointer, strides, flat strides)."""
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_D: tl.constexpr = v.block_d
     h, b = tl.program_id(1), tl.program_id(2)
@@ -363,8 +404,8 @@ def attention_dq(
         do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
         q_at = (q_ptr, row_q, start_q, h)
         do_at = (do_ptr, row_q, start_q, h)
-        q = load_queries(q_x, q_at, m0, S, c, True, v.head_dim, v.block_d, v)
-        do = load_queries(do_x, do_at, m0, S, c, True, v.head_dim_v, v.block_dv, v)
+        q = load_queries(q_x, q_desc, q_at, m0, S, c, True, v.head_dim, v.block_d, v)
+        do = load_queries(do_x, do_desc, do_at, m0, S, c, True, v.head_dim_v, v.block_dv, v)
         k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
         v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
         k_at = (k_ptr, row_k, start_k, g, k_ptr)
@@ -379,16 +420,24 @@ def attention_dq(
         place = (b, h, S, T, pad, seed, offset, full_first, full_end)
         if v.branch:
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 2, c, v)
+                dq = _dq_step(
+                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 2, c, v
+                )
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 1, c, v)
+                    dq = _dq_step(
+                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
+                    )
             for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 0, c, v)
+                dq = _dq_step(
+                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 0, c, v
+                )
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(dq, q, do, rows, k_x, v_x, k_at, v_at, place, n, 1, c, v)
+                    dq = _dq_step(
+                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
+                    )
         dq_ptr, dq_strides = dq_x
         dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
         dq = dq * c.scale

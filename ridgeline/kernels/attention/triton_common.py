@@ -67,8 +67,8 @@ class Variant:
     """The score is only scaled, by a positive number: the scale rides in exp2's multiply-add."""
     softcap: bool
     dropout: bool
-    exact: bool
-    """fp32 inputs: products in fp32, not tf32."""
+    precision: str
+    """Of products of fp32 inputs (tl.dot's input_precision)."""
     block_m: int
     block_n: int
     block_d: int
@@ -85,10 +85,6 @@ class Variant:
     """Every tile of keys lies inside its sequence."""
     fused: bool = False
     """Backward: dQ is summed in memory by the dK/dV kernel."""
-
-    @property
-    def precision(self) -> str:
-        return "ieee" if self.exact else "tf32"
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from ridgeline.kernels.attention.triton_common import (
 @triton.jit
 def load_keys(
     x,
+    desc,
     place,
     n,
     pad,
@@ -43,7 +44,7 @@ def load_keys(
     COLS: tl.constexpr,
     v: tl.constexpr,
 ):
-    """A tile of K or V. x is (pointer, strides, descriptor, its strides), place (base, row, start,
+    """A tile of K or V. x is (pointer, strides, flat strides), place (base, row, start,
     head, pages).
 
     A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN.
@@ -52,8 +53,8 @@ def load_keys(
     if c.pages is not None:
         tile = load_paged_rows(base, x[1], pages, c.page_size, n, pad, T, v.block_n, DIM, COLS)
     elif v.tma and (not MASKED or v.whole_n):
-        flat = row.to(tl.int32) * x[3][0] + head * x[3][1] + start.to(tl.int32) + n
-        tile = x[2].load([flat, head * x[3][2]])
+        flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + n
+        tile = desc.load([flat, head * x[2][2]])
     else:
         tile = load_rows(base, x[1][1], n, pad, T, v.block_n, DIM, COLS)
     return tile
@@ -77,12 +78,27 @@ def online_softmax(s, m, SAFE: tl.constexpr, c, v: tl.constexpr):
 
 
 @triton.jit
-def _step(state, q, k_x, v_x, k_at, v_at, place, rows, n, MASKED: tl.constexpr, c, v: tl.constexpr):
+def _step(
+    state,
+    q,
+    k_x,
+    v_x,
+    k_desc,
+    v_desc,
+    k_at,
+    v_at,
+    place,
+    rows,
+    n,
+    MASKED: tl.constexpr,
+    c,
+    v: tl.constexpr,
+):
     """One key tile. MASKED: 0 no mask, 1 mask, 2 mask by a branch where the tile needs it."""
     acc, total, m = state
     b, h, S, T, pad, seed, offset = place
     i_m, full_first, full_end = rows
-    k = load_keys(k_x, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
     s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
@@ -95,7 +111,7 @@ def _step(state, q, k_x, v_x, k_at, v_at, place, rows, n, MASKED: tl.constexpr, 
     total = total * rescale + tl.sum(p, 1)
     if v.dropout:
         p = tl.where(dropout_keep(i, j, b, h, seed, offset, c), p, 0.0)
-    values = load_keys(v_x, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
     acc = acc * rescale[:, None]
     acc = tl.dot(p.to(values.dtype), values, acc, input_precision=v.precision)
     return acc, total, m
@@ -106,6 +122,9 @@ def attention_fwd(
     q_x,
     k_x,
     v_x,
+    q_desc,
+    k_desc,
+    v_desc,
     o_x,
     lse_x,
     c,
@@ -113,7 +132,7 @@ def attention_fwd(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch); *_x are (pointer, strides, descriptor, its strides).
+    """Grid (query tiles, heads, batch); *_x are (pointer, strides, flat strides).
 
     Writes out and lse_ln of every stored row; rows beyond the used length give 0 and -inf.
     """
@@ -129,7 +148,8 @@ def attention_fwd(
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
         if v.tma and v.whole_m:
-            q = q_x[2].load([row_q.to(tl.int32) * q_x[3][0] + h * q_x[3][1] + m0, h * q_x[3][2]])
+            flat = row_q.to(tl.int32) * q_x[2][0] + h * q_x[2][1] + m0
+            q = q_desc.load([flat, h * q_x[2][2]])
         else:
             base = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
             q = load_rows(base, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
@@ -159,13 +179,39 @@ def attention_fwd(
                 first, end, v.block_n, num_stages=v.num_stages, warp_specialize=v.specialize
             ):
                 acc, total, m = _step(
-                    (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 2, c, v
+                    (acc, total, m),
+                    q,
+                    k_x,
+                    v_x,
+                    k_desc,
+                    v_desc,
+                    k_at,
+                    v_at,
+                    place,
+                    rows,
+                    n,
+                    2,
+                    c,
+                    v,
                 )
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
                     acc, total, m = _step(
-                        (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 1, c, v
+                        (acc, total, m),
+                        q,
+                        k_x,
+                        v_x,
+                        k_desc,
+                        v_desc,
+                        k_at,
+                        v_at,
+                        place,
+                        rows,
+                        n,
+                        1,
+                        c,
+                        v,
                     )
             for n in tl.range(
                 full_first,
@@ -175,12 +221,38 @@ def attention_fwd(
                 warp_specialize=v.specialize,
             ):
                 acc, total, m = _step(
-                    (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 0, c, v
+                    (acc, total, m),
+                    q,
+                    k_x,
+                    v_x,
+                    k_desc,
+                    v_desc,
+                    k_at,
+                    v_at,
+                    place,
+                    rows,
+                    n,
+                    0,
+                    c,
+                    v,
                 )
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
                     acc, total, m = _step(
-                        (acc, total, m), q, k_x, v_x, k_at, v_at, place, rows, n, 1, c, v
+                        (acc, total, m),
+                        q,
+                        k_x,
+                        v_x,
+                        k_desc,
+                        v_desc,
+                        k_at,
+                        v_at,
+                        place,
+                        rows,
+                        n,
+                        1,
+                        c,
+                        v,
                     )
 
         empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)

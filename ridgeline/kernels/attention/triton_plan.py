@@ -6,8 +6,9 @@ the tests compile ahead of time without one (`compile_for`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def compile_for(launch: Launch, capability: int = 90):
     return triton.compile(source, target=target, options=launch.options)
 
 
-@lru_cache(maxsize=None)
+@cache
 def arch_of(device: torch.device) -> Arch:
     """The architecture to configure for; interpreted kernels pretend to be on sm90."""
     return pretend("sm90") if device.type == "cpu" else detect(device)
@@ -103,13 +104,17 @@ def tile_descriptor(x: torch.Tensor, flat: tuple[int, int, int], rows: int) -> T
     return TensorDescriptor(x, [num, cols], [x.stride(1), 1], [rows, x.shape[3]])
 
 
-def tensor_args(x: torch.Tensor, rows: int, tma: bool):
-    """(tensor, strides, descriptor or None, flat strides), as kernels take a tensor."""
-    if not tma:
-        return x, strides_of(x), None, (0, 0, 0)
-    flat = flat_strides(x)
-    assert flat is not None
-    return x, strides_of(x), tile_descriptor(x, flat, rows), flat
+def tensor_args(tensors: Iterable[tuple[torch.Tensor, int]], tma: bool) -> tuple[list, list]:
+    """([(tensor, strides, flat strides)...], [descriptor or None...]) of (tensor, tile rows) pairs.
+
+    Descriptors are arguments of their own: Triton 3.6 does not launch those that lie in a tuple.
+    """
+    places, descriptors = [], []
+    for x, rows in tensors:
+        flat = flat_strides(x) if tma else None
+        places.append((x, strides_of(x), flat or (0, 0, 0)))
+        descriptors.append(tile_descriptor(x, flat, rows) if flat else None)
+    return places, descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +272,7 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, fused: bool = False) -> V
         fold=plain and options.softmax_scale > 0,
         softcap=options.softcap != 0,
         dropout=options.dropout_p > 0,
-        exact=x.q.dtype == torch.float32,
+        precision="tf32x3" if x.q.dtype == torch.float32 else "tf32",
         block_m=tile.block_m,
         block_n=tile.block_n,
         block_d=block_d,
