@@ -32,8 +32,6 @@ class TileConfig:
     """Loads by tensor descriptors."""
     branch: bool = False
     """The mask as a branch of one loop, not as separate loops."""
-    specialize: bool = False
-    """Triton's automatic warp specialization."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +46,9 @@ class BackwardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
-    """The tile of the split-KV kernel."""
+    """The split-KV kernel: its tile (rows are heads of a group times queries) and the splits."""
 
-    block_m: int
-    """Packed rows: query heads of a group times queries, padded."""
-    block_n: int
-    num_warps: int
-    num_stages: int
+    tile: TileConfig
     num_splits: int
 
 
@@ -108,8 +102,6 @@ def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfi
         return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 8 rows each"
     if tile.tma and (not arch.is_gpu or int(arch.name[2:]) < 90):
         return f"tensor descriptors need sm90, not {arch.name}"
-    if tile.specialize and (not tile.tma or tile.num_warps != 4):
-        return "warp specialization needs tensor descriptors and 4 warps"
     if (needed := smem_bytes(problem, kernel, tile)) > arch.smem_bytes:
         return f"{needed} bytes of shared memory are more than {arch.smem_bytes}"
     if (registers := accumulators(problem, kernel, tile)) > 232:
@@ -207,6 +199,51 @@ def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
     if is_valid(problem, arch, "dq", dq) is not None:
         dq = _fallback(problem, arch, "dq")
     return BackwardConfig(dkdv=dkdv, dq=dq, fused=found is not None and found.fused)
+
+
+MAX_DECODE_ROWS = 64
+"""Query heads of a group times queries, up to which the split-KV kernel is used."""
+_SPLIT_OVERHEAD_US, _MERGE_US = 2.0, 3.0
+
+
+def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
+    """The split-KV kernel's tile: small, several blocks a multiprocessor, loads far ahead."""
+    rows = problem.heads // problem.kv_heads * problem.seqlen_q
+    block_m = min(MAX_DECODE_ROWS, max(16, next_power_of_2(rows)))
+    hopper = _is_hopper_table(problem, arch)
+    for block_n, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
+        tma = hopper and (problem.page_size is None or problem.page_size % block_n == 0)
+        tile = _tile(block_m, block_n, 4, stages, tma=tma)
+        if smem_bytes(problem, "fwd", tile) <= arch.smem_bytes // 2:
+            return tile
+    return _tile(block_m, 16, 4, 1)
+
+
+def decode_config(problem: AttentionProblem, arch: Arch, num_splits: int = 0) -> DecodeConfig:
+    """Tile and splits of a decode problem; num_splits 0 takes the fastest by a model of the waves.
+
+    A wave of two blocks a multiprocessor reads at the memory's rate; a block costs 2 us beyond its
+    reads and a merge 3 us.
+    """
+    tile = decode_tile(problem, arch)
+    tiles = max(1, -(-problem.seqlen_k // tile.block_n))
+    if num_splits:
+        return DecodeConfig(tile=tile, num_splits=min(num_splits, 256))
+    rows = problem.heads // problem.kv_heads * problem.seqlen_q
+    programs = problem.batch * problem.kv_heads * -(-rows // tile.block_m)
+    slots = 2 * arch.num_units
+    tile_bytes = tile.block_n * (problem.head_dim + problem.head_dim_v)
+    tile_bytes *= itemsize_bytes(problem.dtype)
+    tile_us = tile_bytes * slots / (arch.ceilings.read_gbps * 1e3)
+
+    def cost_us(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        merge_us = _MERGE_US if splits > 1 else 0.0
+        return waves * (-(-tiles // splits) * tile_us + _SPLIT_OVERHEAD_US) + merge_us
+
+    most = min(tiles, 128, max(1, 4 * slots // programs))
+    best = min(range(1, most + 1), key=lambda splits: (cost_us(splits), splits))
+    return DecodeConfig(tile=tile, num_splits=best)
 
 
 def candidates(problem: AttentionProblem, arch: Arch, kernel: str) -> Iterator[TileConfig]:

@@ -14,12 +14,16 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ridgeline.kernels.attention import triton_bwd, triton_fwd
+from ridgeline.kernels.attention import triton_bwd, triton_decode, triton_fwd
 from ridgeline.kernels.attention.config import (
+    MAX_DECODE_ROWS,
     BackwardConfig,
+    DecodeConfig,
     TileConfig,
     backward_config,
+    decode_config,
     forward_tile,
+    next_power_of_2,
 )
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
 from ridgeline.kernels.attention.triton_plan import (
@@ -43,9 +47,14 @@ from ridgeline.kernels.attention.triton_plan import (
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
     """Attention forward -> (out like q with v's head dim, lse_ln fp32). See the module's docstring."""
     x = inputs_of(q, k, v, options, extras)
-    tile = forward_tile(problem_of(x, "fwd"), arch_of(q.device))
+    problem, arch = problem_of(x, "fwd"), arch_of(q.device)
     out, lse = forward_outputs(x)
-    plan_forward(x, out, lse, tile).run()
+    if is_decode(x):
+        launches = plan_decode(x, out, lse, decode_config(problem, arch, options.num_splits))
+    else:
+        launches = [plan_forward(x, out, lse, forward_tile(problem, arch))]
+    for launch in launches:
+        launch.run()
     return (out[0] if x.packed_q else out), lse
 
 
@@ -57,6 +66,63 @@ def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         return x.q.new_zeros(shape), lse
     lse = torch.empty((shape[0], x.heads, shape[1]), device=x.q.device, dtype=torch.float32)
     return x.q.new_empty(shape), lse
+
+
+def is_decode(x: Inputs) -> bool:
+    """Whether the split-KV kernel takes the call: few rows a key/value head, no dropout."""
+    rows = x.heads // x.kv_heads * x.seqlen_q
+    return rows <= MAX_DECODE_ROWS and x.options.dropout_p == 0
+
+
+def plan_decode(
+    x: Inputs, out: torch.Tensor, lse: torch.Tensor, config: DecodeConfig
+) -> list[Launch]:
+    """The split-KV launch and, with several splits, the merge; out is 4-D."""
+    tile, splits = config.tile, config.num_splits
+    tma = tile.tma and bool(flat_strides(x.k)) and bool(flat_strides(x.v))
+    tma &= not x.paged or x.k.shape[1] % tile.block_n == 0
+    variant = variant_of(x, tile, tma, direct=splits == 1)
+    places, descriptors = tensor_args(((x.k, tile.block_n), (x.v, tile.block_n)), tma)
+    lse_strides = (x.lse_strides[0], 1, x.lse_strides[1], 0)
+    results = ((out, (*strides_of(out), 0)), (lse, lse_strides))
+    partial = results
+    if splits > 1:
+        batch, rows, heads, dim = out.shape
+        part = torch.empty((batch, rows, heads, splits, dim), device=lse.device)
+        part_lse = torch.full((batch, rows, heads, splits), float("-inf"), device=lse.device)
+        partial = ((part, part.stride()[:4]), (part_lse, part_lse.stride()))
+    row_tiles = cdiv(x.heads // x.kv_heads * x.seqlen_q, tile.block_m)
+    split = Launch(
+        kernel=triton_decode.attention_split,
+        grid=(splits, x.kv_heads * row_tiles, x.batch),
+        args=(
+            (x.q, strides_of(x.q)),
+            *places,
+            *descriptors,
+            *partial,
+            splits,
+            row_tiles,
+            call_of(x),
+            variant,
+        ),
+        options=launch_options(tile),
+    )
+    if splits == 1:
+        return [split]
+    merge = Launch(
+        kernel=triton_decode.attention_merge,
+        grid=(out.shape[1], x.heads, out.shape[0]),
+        args=(
+            *partial,
+            *results,
+            splits,
+            next_power_of_2(splits),
+            variant.head_dim_v,
+            variant.block_dv,
+        ),
+        options={"num_warps": 4},
+    )
+    return [split, merge]
 
 
 def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> Launch:
@@ -129,7 +195,7 @@ class BackwardPlan:
             self.dq_sum = torch.empty(shape, device=x.q.device, dtype=torch.float32)
 
     def _variant(self, tile: TileConfig):
-        return variant_of(self.x, tile, self.tma and tile.tma, self.fused)
+        return variant_of(self.x, tile, self.tma and tile.tma, fused=self.fused)
 
     def launches(self) -> list[Launch]:
         """Everything, in order."""

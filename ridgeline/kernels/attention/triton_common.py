@@ -77,12 +77,12 @@ class Variant:
     tma: bool
     branch: bool = False
     """One loop with a uniform branch for the mask, in place of masked and unmasked loops."""
-    specialize: bool = False
-    """Triton's automatic warp specialization."""
     whole_m: bool = False
     """Every tile of queries lies inside its sequence."""
     whole_n: bool = False
     """Every tile of keys lies inside its sequence."""
+    direct: bool = False
+    """Decode: one split, which writes the results."""
     fused: bool = False
     """Backward: dQ is summed in memory by the dK/dV kernel."""
 
@@ -185,7 +185,10 @@ def tanh(x):
 
 @triton.jit
 def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
-    """(score in log2 units, derivative of the soft cap); with v.fold the product, not yet scaled."""
+    """(score in log2 units, derivative of the soft cap); with v.fold the product, not yet scaled.
+
+    h is a scalar, or [rows, 1] where rows of several heads are packed.
+    """
     damp = 1.0
     if v.fold:
         s = qk
@@ -201,7 +204,7 @@ def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
             ptrs = base + h.to(tl.int64) * stride_h + i.to(tl.int64) * stride_s + j
             s += tl.load(ptrs, mask=(i < S) & (j < T), other=0.0).to(tl.float32)
         if c.slopes is not None:
-            slope = tl.load(c.slopes + b * c.stride_slopes_b + h, mask=h >= 0, other=0.0)
+            slope = tl.load(c.slopes + b * c.stride_slopes_b + h)
             s -= slope * tl.abs(i + T - S - j).to(tl.float32)
         s = s * LOG2E
     return s, damp

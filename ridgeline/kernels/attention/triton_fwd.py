@@ -47,10 +47,14 @@ def load_keys(
     """A tile of K or V. x is (pointer, strides, flat strides), place (base, row, start,
     head, pages).
 
-    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN.
+    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN. Paged
+    tiles come by TMA where a tile never leaves its page.
     """
     base, row, start, head, pages = place
-    if c.pages is not None:
+    if c.pages is not None and v.tma and not MASKED:
+        page = tl.load(pages + n // c.page_size)
+        tile = desc.load([page * x[2][0] + head * x[2][1] + n % c.page_size, head * x[2][2]])
+    elif c.pages is not None:
         tile = load_paged_rows(base, x[1], pages, c.page_size, n, pad, T, v.block_n, DIM, COLS)
     elif v.tma and (not MASKED or v.whole_n):
         flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + n
@@ -78,7 +82,7 @@ def online_softmax(s, m, SAFE: tl.constexpr, c, v: tl.constexpr):
 
 
 @triton.jit
-def _step(
+def attention_step(
     state,
     q,
     k_x,
@@ -175,10 +179,8 @@ def attention_fwd(
         place = (b, h, S, T, pad, seed, offset)
         rows = (i_m, full_first, full_end)
         if v.branch:
-            for n in tl.range(
-                first, end, v.block_n, num_stages=v.num_stages, warp_specialize=v.specialize
-            ):
-                acc, total, m = _step(
+            for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
+                acc, total, m = attention_step(
                     (acc, total, m),
                     q,
                     k_x,
@@ -197,7 +199,7 @@ def attention_fwd(
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = _step(
+                    acc, total, m = attention_step(
                         (acc, total, m),
                         q,
                         k_x,
@@ -218,9 +220,8 @@ def attention_fwd(
                 full_end,
                 v.block_n,
                 num_stages=v.num_stages,
-                warp_specialize=v.specialize,
             ):
-                acc, total, m = _step(
+                acc, total, m = attention_step(
                     (acc, total, m),
                     q,
                     k_x,
@@ -238,7 +239,7 @@ def attention_fwd(
                 )
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = _step(
+                    acc, total, m = attention_step(
                         (acc, total, m),
                         q,
                         k_x,

@@ -256,7 +256,7 @@ def call_of(x: Inputs) -> Call:
     )
 
 
-def variant_of(x: Inputs, tile: TileConfig, tma: bool, fused: bool = False) -> Variant:
+def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant:
     """The compile key of a kernel for a call."""
     options, extras = x.options, x.extras
     block_d, block_dv = block_dims(problem_of(x, "fwd"))
@@ -280,10 +280,9 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, fused: bool = False) -> V
         num_stages=tile.num_stages,
         tma=tma,
         branch=tile.branch and (not tma or (whole_m and whole_n)),
-        specialize=tile.specialize and tma,
         whole_m=whole_m,
         whole_n=whole_n,
-        fused=fused,
+        **flags,
     )
 
 
