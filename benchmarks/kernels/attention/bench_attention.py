@@ -39,9 +39,9 @@ CEILING_TBPS = KNOWN["sm90"].ceilings.read_gbps / 1e3
 TOKENS, HIDDEN, WINDOW = 16384, 2048, 1024
 CELLS = [
     (dim, seqlen, mask)
-    for dim in (128, 64)
     for seqlen in (16384, 4096)
-    for mask in ("full", "causal", "window")
+    for dim in (128, 64)
+    for mask in ("causal", "window", "full")
 ]
 DECODE = [
     # batch, keys, page, queries
@@ -65,38 +65,12 @@ def tile(m, n, warps, stages, **flags):
 
 
 CANDIDATES = {
-    ("fwd", 64): [
-        tile(64, 128, 4, 2),
-        tile(64, 128, 4, 3),
-        tile(128, 128, 8, 2),
-        tile(64, 64, 4, 3),
-    ],
-    ("fwd", 128): [
-        tile(128, 128, 8, 2),
-        tile(128, 64, 8, 3),
-        tile(128, 64, 8, 2),
-        tile(64, 128, 4, 2),
-        tile(64, 64, 4, 3),
-        tile(64, 64, 4, 2),
-    ],
-    ("dkdv", 64): [tile(64, 64, 4, 3), tile(64, 64, 4, 2), tile(64, 64, 4, 4), tile(64, 128, 8, 3)],
-    ("dkdv", 128): [
-        tile(64, 128, 8, 2),
-        tile(64, 64, 4, 2),
-        tile(64, 64, 4, 1),
-        tile(32, 128, 8, 3),
-        tile(32, 64, 4, 3),
-    ],
-    ("dq", 64): [tile(128, 64, 8, 3), tile(64, 64, 4, 2), tile(128, 64, 8, 4), tile(64, 64, 4, 3)],
-    ("dq", 128): [
-        tile(128, 64, 8, 2),
-        tile(128, 64, 8, 3),
-        tile(64, 64, 4, 2),
-        tile(128, 32, 8, 3),
-        tile(64, 32, 4, 3),
-    ],
-    ("fused", 64): [],
-    ("fused", 128): [tile(64, 128, 8, 2), tile(32, 128, 8, 2), tile(64, 64, 4, 2)],
+    ("fwd", 64): [tile(64, 128, 4, 2), tile(64, 64, 4, 3)],
+    ("fwd", 128): [tile(64, 64, 4, 3), tile(64, 32, 4, 3), tile(64, 32, 4, 4)],
+    ("dkdv", 64): [tile(64, 64, 4, 3), tile(64, 64, 4, 2)],
+    ("dkdv", 128): [tile(64, 64, 4, 2)],
+    ("dq", 64): [tile(128, 64, 8, 3), tile(64, 64, 4, 2)],
+    ("dq", 128): [tile(64, 64, 4, 2), tile(128, 64, 8, 3)],
 }
 
 
@@ -104,8 +78,8 @@ def candidates(kernel, dim, mask):
     found = CANDIDATES[kernel, dim]
     if mask == "full":
         return found
-    if kernel in ("dkdv", "fused"):
-        both = mask == "window" and kernel == "dkdv"
+    if kernel == "dkdv":
+        both = mask == "window"
         return found + ([replace(t, branch=True) for t in found] if both else [])
     return [replace(t, branch=True) for t in found]
 
@@ -138,10 +112,9 @@ def launches(kernel, x, config):
     if kernel == "fwd":
         return [ours.plan_forward(x, out, lse, config)]
     dout = torch.empty_like(out) if not out.is_cuda else torch.randn_like(out)
-    both = tiles.BackwardConfig(dkdv=config, dq=config, fused=kernel == "fused")
+    both = tiles.BackwardConfig(dkdv=config, dq=config)
     found = ours.BackwardPlan(x, dout, None, out, lse.fill_(10.0), both).launches()
-    index = {"dkdv": slice(1, 2), "dq": slice(2, 3), "fused": slice(0, 3)}[kernel]
-    return found[index]
+    return found[1:2] if kernel == "dkdv" else found[2:3]
 
 
 def decode_inputs(batch, keys, page, queries, device):
@@ -202,7 +175,7 @@ def jobs(tune):
             yield "decode", cell, config
     for dim in (128, 64):
         for mask in ("full", "causal", "window"):
-            for kernel in ("fwd", "dkdv", "dq", "fused"):
+            for kernel in ("fwd", "dkdv", "dq"):
                 for config in candidates(kernel, dim, mask) if tune else ():
                     yield kernel, dim, mask, config
 
@@ -234,7 +207,7 @@ def timed(runs, reps):
 
 
 def fastest(runs, reps=5):
-    """(name, median) of the fastest; a candidate that fails is left out."""
+    """(name of the fastest, all medians); a candidate that fails is left out."""
     working = {}
     for name, run in runs.items():
         try:
@@ -245,7 +218,7 @@ def fastest(runs, reps=5):
             print("failed", name, str(error)[:100], flush=True)
     times = {name: us[len(us) // 2] for name, us in timed(working, reps).items()}
     best = min(times, key=times.get)
-    return best, times[best], times
+    return best, times
 
 
 def run_all(found):
@@ -339,18 +312,15 @@ def choose(bench, x, dim, mask, seqlen):
     backward = tiles.backward_config(plan.problem_of(x, "bwd"), arch)
     if not bench.args.tune:
         return forward, backward
-    best, spent = {}, {}
-    for kernel in ("fwd", "dkdv", "dq", "fused"):
+    best = {}
+    for kernel in ("fwd", "dkdv", "dq"):
         found = candidates(kernel, dim, mask)
         if not found:
             continue
         runs = {t: partial(run_all, launches(kernel, x, t)) for t in found}
-        best[kernel], spent[kernel], times = fastest(runs)
+        best[kernel], times = fastest(runs)
         print(dim, seqlen, mask, kernel, {label(t): round(u) for t, u in times.items()}, flush=True)
-    split = spent["dkdv"] + spent["dq"]
-    fused = spent.get("fused", float("inf")) < split
-    dkdv = best["fused"] if fused else best["dkdv"]
-    return best["fwd"], tiles.BackwardConfig(dkdv=dkdv, dq=best["dq"], fused=fused)
+    return best["fwd"], tiles.BackwardConfig(dkdv=best["dkdv"], dq=best["dq"])
 
 
 def flex(x, mask):
@@ -391,6 +361,11 @@ def peers(x, mask):
     return found
 
 
+def relative(a, b):
+    """Norm of the difference over the norm, in fp32."""
+    return round(((a.float() - b.float()).norm() / b.float().norm()).item(), 5)
+
+
 def leaves_of(x, contiguous):
     """q, k, v as [B, H, S, D] that want a gradient: views, or in that order in memory."""
     found = [t.transpose(1, 2).detach() for t in (x.q, x.k, x.v)]
@@ -412,6 +387,8 @@ def dense_cell(bench, dim, seqlen, mask):
     fwd = {"triton": lambda: ours.forward(x.q, x.k, x.v, x.options, x.extras)}
     args = (dout, None, x.q, x.k, x.v, out, lse, x.options, x.extras)
     bwd = {"triton": lambda: ours.backward(*args)}
+    grads, differences = ours.backward(*args), None
+    mine = [t.transpose(1, 2) for t in (out, grads.dq, grads.dk, grads.dv)]
     for name, peer in peers(x, mask).items() if bench.left() > 10 else ():
         try:
             leaves = copies if name.startswith("flex") else views
@@ -419,9 +396,11 @@ def dense_cell(bench, dim, seqlen, mask):
             dout_t = torch.empty_like(result).copy_(dout.transpose(1, 2))
             fwd[name] = partial(peer, *(t.detach() for t in leaves))
             bwd[name] = partial(torch.autograd.grad, result, leaves, dout_t, retain_graph=True)
-            bwd[name]()
+            others = bwd[name]()
             with torch.no_grad():
                 fwd[name]()
+            if differences is None:
+                differences = [relative(a, b) for a, b in zip(mine, (result, *others), strict=True)]
         except Exception as error:
             print("peer failed", name, type(error).__name__, str(error)[:120], flush=True)
             fwd.pop(name, None), bwd.pop(name, None)
@@ -435,13 +414,12 @@ def dense_cell(bench, dim, seqlen, mask):
             if name == "triton" and direction == "fwd":
                 more = {"tile": asdict(forward), "error": error_ratio(x, out)}
             elif name == "triton":
-                more = {"tile": asdict(backward)}
-                if not backward.fused:
-                    same = {**shape, "deterministic": True}
-                    bench.row(name, direction, same, us, work * factor, **more)
+                more = {"tile": asdict(backward), "difference_from_peer": differences}
+                always = {**shape, "deterministic": True}  # the one backward there is
+                bench.row(name, direction, always, us, work * factor, **more)
             rate = bench.row(name, direction, shape, us, work * factor, **more)
             line[f"{direction} {name.split(' ')[0]}"] = round(rate)
-    print(dim, seqlen, mask, line, f"{bench.left():.0f} s left", flush=True)
+    print(dim, seqlen, mask, line, differences, f"{bench.left():.0f} s left", flush=True)
 
 
 def varlen_cell(bench, dim=128):
@@ -493,7 +471,7 @@ def decode_cell(bench, batch, keys, page, queries):
                 configs[config] = graph(config)
             except Exception as error:
                 print("failed", label(config.tile), str(error)[:80], flush=True)
-        chosen, _, times = fastest(configs)
+        chosen, times = fastest(configs)
         top = sorted(times.items(), key=lambda item: item[1])[:4]
         named = {f"{label(c.tile)} x{c.num_splits}": round(u, 1) for c, u in top}
         print("decode", batch, keys, page, queries, named, flush=True)
@@ -512,6 +490,7 @@ def main():
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this")
+    parser.add_argument("--wait", type=float, default=300, help="seconds for peers to compile")
     parser.add_argument("--commit", default="")
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count() - 1)
     parser.add_argument("--warm-flex", help=argparse.SUPPRESS)
@@ -529,25 +508,22 @@ def main():
                 if error:
                     print("not compiled", job, error, flush=True)
     print(f"tiles compiled, {time.time() - start:.0f} s", flush=True)
-    for warmer in warmers:
-        try:
-            warmer.wait(timeout=max(1, 75 - (time.time() - start)))
-        except subprocess.TimeoutExpired:
-            warmer.kill()
-    print(f"peers compiled, {time.time() - start:.0f} s", flush=True)
     global FLUSH
     FLUSH = torch.empty(2**28, dtype=torch.int8, device="cuda")
     bench = Bench(args)
     bench.start = start
-    for cell in DECODE[:5]:
+    for cell in DECODE:
         decode_cell(bench, *cell)
+    for warmer in warmers:
+        try:
+            warmer.wait(timeout=max(0.1, args.wait - (time.time() - start)))
+        except subprocess.TimeoutExpired:
+            warmer.kill()
+    print(f"peers compiled, {time.time() - start:.0f} s", flush=True)
     for cell in CELLS:
-        if bench.left() > 8:
+        if bench.left() > 3:
             dense_cell(bench, *cell)
             torch.cuda.empty_cache()
-    for cell in DECODE[5:]:
-        if bench.left() > 4:
-            decode_cell(bench, *cell)
     ours.forward_tile, ours.backward_config = tiles.forward_tile, tiles.backward_config
     if bench.left() > 4:
         varlen_cell(bench)

@@ -1,15 +1,14 @@
 """Tile configs of the Triton attention kernels: a table by measurement, one validity predicate.
 
-`attention_config(problem, arch)` is pure. The table is keyed by (head dim bucket, mask kind) and a
-direction, for sm90 as measured on an H200 (the rows are in benchmarks/results/h200/attention.jsonl); other architectures use
-small tiles that fit their shared memory, chosen by `is_valid` alone. `candidates` lists what a tuner
-may try.
+`attention_config(problem, arch)` is pure. For 16-bit inputs on sm90 it reads a table by (head dim,
+mask), measured on an H200 (benchmarks/results/h200/attention.jsonl, docs/log/attention_triton.md);
+elsewhere the largest plain tile that `is_valid` accepts. `candidates` lists what a tuner may try.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from ridgeline.core.arch import Arch
@@ -40,8 +39,6 @@ class BackwardConfig:
 
     dkdv: TileConfig
     dq: TileConfig
-    fused: bool = False
-    """dQ is summed in memory by the dK/dV kernel; `dq` is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,28 +126,46 @@ def _tile(block_m, block_n, num_warps, num_stages, **flags) -> TileConfig:
 
 
 _FORWARD_SM90: dict[tuple[int, str], TileConfig] = {
-    (64, "full"): _tile(128, 128, 8, 3, tma=True),
-    (64, "causal"): _tile(128, 128, 8, 3, tma=True),
-    (64, "window"): _tile(128, 64, 4, 3, tma=True),
-    (128, "full"): _tile(128, 128, 8, 2, tma=True),
-    (128, "causal"): _tile(128, 128, 8, 2, tma=True),
-    (128, "window"): _tile(128, 64, 4, 3, tma=True),
+    (64, "full"): _tile(64, 128, 4, 2, tma=True),
+    (64, "causal"): _tile(64, 128, 4, 2, tma=True, branch=True),
+    (64, "window"): _tile(64, 128, 4, 2, tma=True, branch=True),
+    (128, "full"): _tile(64, 64, 4, 3, tma=True),
+    (128, "causal"): _tile(64, 64, 4, 3, tma=True, branch=True),
+    (128, "window"): _tile(64, 64, 4, 3, tma=True, branch=True),
     (256, "full"): _tile(128, 64, 8, 2, tma=True),
-    (256, "causal"): _tile(128, 64, 8, 2, tma=True),
-    (256, "window"): _tile(128, 64, 8, 2, tma=True),
+    (256, "causal"): _tile(128, 64, 8, 2, tma=True, branch=True),
+    (256, "window"): _tile(128, 64, 8, 2, tma=True, branch=True),
 }
 
 _BACKWARD_SM90: dict[tuple[int, str], BackwardConfig] = {
-    (dim, mask): BackwardConfig(
-        dkdv=_tile(64, 128, 8, 2, tma=True), dq=_tile(128, 64, 8, 2, tma=True)
-    )
-    for dim in (64, 128)
-    for mask in ("full", "causal", "window")
-} | {
-    (256, mask): BackwardConfig(
-        dkdv=_tile(64, 64, 8, 1, tma=True), dq=_tile(64, 64, 8, 1, tma=True)
-    )
-    for mask in ("full", "causal", "window")
+    (64, "full"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True)
+    ),
+    (64, "causal"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
+    ),
+    (64, "window"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
+    ),
+    (128, "full"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True)
+    ),
+    (128, "causal"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
+    ),
+    (128, "window"): BackwardConfig(
+        dkdv=_tile(64, 64, 4, 2, tma=True, branch=True),
+        dq=_tile(64, 64, 4, 2, tma=True, branch=True),
+    ),
+    (256, "full"): BackwardConfig(
+        dkdv=_tile(32, 64, 8, 2, tma=True), dq=_tile(64, 32, 8, 2, tma=True)
+    ),
+    (256, "causal"): BackwardConfig(
+        dkdv=_tile(32, 64, 8, 2, tma=True), dq=_tile(64, 32, 8, 2, tma=True)
+    ),
+    (256, "window"): BackwardConfig(
+        dkdv=_tile(32, 64, 8, 2, tma=True), dq=_tile(64, 32, 8, 2, tma=True)
+    ),
 }
 
 
@@ -186,24 +201,36 @@ def forward_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
 
 
 def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
-    """The backward kernels' tiles; deterministic is never fused (the order of that sum is free)."""
-    found = None
+    """The backward kernels' tiles."""
+    chosen = {kernel: _fallback(problem, arch, kernel) for kernel in ("dkdv", "dq")}
     if _is_hopper_table(problem, arch):
         found = _BACKWARD_SM90[_bucket(problem), _mask_kind(problem)]
-        if problem.deterministic:
-            found = replace(found, fused=False)
-    dkdv = found.dkdv if found else _fallback(problem, arch, "dkdv")
-    dq = found.dq if found else _fallback(problem, arch, "dq")
-    if is_valid(problem, arch, "dkdv", dkdv) is not None:
-        dkdv, found = _fallback(problem, arch, "dkdv"), None
-    if is_valid(problem, arch, "dq", dq) is not None:
-        dq = _fallback(problem, arch, "dq")
-    return BackwardConfig(dkdv=dkdv, dq=dq, fused=found is not None and found.fused)
+        for kernel, tile in (("dkdv", found.dkdv), ("dq", found.dq)):
+            if is_valid(problem, arch, kernel, tile) is None:
+                chosen[kernel] = tile
+    return BackwardConfig(**chosen)
+
+
+def attention_config(
+    problem: AttentionProblem, arch: Arch
+) -> TileConfig | BackwardConfig | DecodeConfig:
+    """The config of a problem, by its direction."""
+    if problem.direction == "bwd":
+        return backward_config(problem, arch)
+    if takes_decode(problem):
+        return decode_config(problem, arch)
+    return forward_tile(problem, arch)
 
 
 MAX_DECODE_ROWS = 64
 """Query heads of a group times queries, up to which the split-KV kernel is used."""
 _SPLIT_OVERHEAD_US, _MERGE_US = 2.0, 3.0
+
+
+def takes_decode(problem: AttentionProblem) -> bool:
+    """Whether the split-KV kernel takes a forward: few rows a key/value head, no dropout."""
+    rows = problem.heads // problem.kv_heads * problem.seqlen_q
+    return rows <= MAX_DECODE_ROWS and not problem.dropout
 
 
 def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:

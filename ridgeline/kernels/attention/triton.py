@@ -3,20 +3,17 @@
     forward(q, k, v, options, extras) -> (out, lse_ln)
     backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
 
-Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (fp32 inputs:
-fp32 products, not tf32), softmax in fp32, P and dS rounded to the inputs' dtype before the products
-they enter. Backward of a deterministic call is bitwise repeatable; otherwise dQ may be summed in the
-order in which tiles finish.
+Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (fp32
+inputs: as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype before the products
+they enter. Every sum has a fixed order, so results and gradients are bitwise repeatable.
 """
 
 from __future__ import annotations
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.kernels.attention import triton_bwd, triton_decode, triton_fwd
 from ridgeline.kernels.attention.config import (
-    MAX_DECODE_ROWS,
     BackwardConfig,
     DecodeConfig,
     TileConfig,
@@ -24,6 +21,7 @@ from ridgeline.kernels.attention.config import (
     decode_config,
     forward_tile,
     next_power_of_2,
+    takes_decode,
 )
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
 from ridgeline.kernels.attention.triton_plan import (
@@ -49,7 +47,7 @@ def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
     x = inputs_of(q, k, v, options, extras)
     problem, arch = problem_of(x, "fwd"), arch_of(q.device)
     out, lse = forward_outputs(x)
-    if is_decode(x):
+    if takes_decode(problem):
         launches = plan_decode(x, out, lse, decode_config(problem, arch, options.num_splits))
     else:
         launches = [plan_forward(x, out, lse, forward_tile(problem, arch))]
@@ -66,12 +64,6 @@ def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         return x.q.new_zeros(shape), lse
     lse = torch.empty((shape[0], x.heads, shape[1]), device=x.q.device, dtype=torch.float32)
     return x.q.new_empty(shape), lse
-
-
-def is_decode(x: Inputs) -> bool:
-    """Whether the split-KV kernel takes the call: few rows a key/value head, no dropout."""
-    rows = x.heads // x.kv_heads * x.seqlen_q
-    return rows <= MAX_DECODE_ROWS and x.options.dropout_p == 0
 
 
 def plan_decode(
@@ -184,23 +176,13 @@ class BackwardPlan:
         bias = x.extras.bias
         self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
         self.call, self.seeds = call_of(x), seeds_of(x.extras)
-        block = config.dkdv.block_m
-        rows = cdiv(x.q.shape[1], block) * block + (x.batch * block if x.packed_q else 0)
-        self.sum_rows = (rows, block)
-        self.fused = config.fused and self.tma and config.dkdv.tma
-        self.fused &= x.q.shape[0] * x.heads * rows < 2**31 and x.q.element_size() == 2
-        self.dq_sum = None
-        if self.fused:
-            shape = (x.q.shape[0] * x.heads * rows, self._variant(config.dkdv).block_d)
-            self.dq_sum = torch.empty(shape, device=x.q.device, dtype=torch.float32)
 
     def _variant(self, tile: TileConfig):
-        return variant_of(self.x, tile, self.tma and tile.tma, fused=self.fused)
+        return variant_of(self.x, tile, self.tma and tile.tma)
 
     def launches(self) -> list[Launch]:
         """Everything, in order."""
-        found = [self._rows(), self._dkdv()]
-        found.append(self._dq_cast() if self.fused else self._dq())
+        found = [self._rows(), self._dkdv(), self._dq()]
         if self.dbias is not None:
             found.append(self._dbias())
         return found
@@ -232,8 +214,6 @@ class BackwardPlan:
                 (self.lse, *x.lse_strides),
                 dlse,
                 (self.delta, self.lse_log2),
-                self.dq_sum,
-                self.sum_rows,
                 self.call,
                 self._variant(tile),
             ),
@@ -243,11 +223,6 @@ class BackwardPlan:
     def _dkdv(self) -> Launch:
         x, tile = self.x, self.config.dkdv
         places, descriptors = self._tensors(tile)
-        variant = self._variant(tile)
-        dq_desc = None
-        if self.dq_sum is not None:
-            block = [tile.block_m, variant.block_d]
-            dq_desc = TensorDescriptor.from_tensor(self.dq_sum, block)
         return Launch(
             kernel=triton_bwd.attention_dkdv,
             grid=(cdiv(x.seqlen_k, tile.block_n), x.kv_heads, x.batch),
@@ -256,12 +231,10 @@ class BackwardPlan:
                 *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
-                dq_desc,
-                self.sum_rows,
                 x.lse_strides,
                 self.call,
                 *self.seeds,
-                variant,
+                self._variant(tile),
             ),
             options=launch_options(tile),
         )
@@ -280,22 +253,6 @@ class BackwardPlan:
                 x.lse_strides,
                 self.call,
                 *self.seeds,
-                self._variant(tile),
-            ),
-            options=launch_options(tile),
-        )
-
-    def _dq_cast(self) -> Launch:
-        x = self.x
-        tile = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)
-        return Launch(
-            kernel=triton_bwd.attention_dq_cast,
-            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
-            args=(
-                self.dq_sum,
-                self.sum_rows,
-                (self.dq, strides_of(self.dq)),
-                self.call,
                 self._variant(tile),
             ),
             options=launch_options(tile),

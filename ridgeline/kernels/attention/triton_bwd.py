@@ -5,16 +5,16 @@
 
 - `attention_rows`: delta and LSE in log2 units, a pass over O and dO;
 - `attention_dkdv`: a program a key tile, K and V on chip, over the query tiles of all query heads
-  that share it (so the sum over a GQA group stays in registers). Scores are kept transposed: P^T and
-  dS^T leave the tensor cores in the very layout that the products dV and dK read them in. With
-  `fused` it also adds its share of dQ to an fp32 buffer by TMA reduction (5 products a tile instead
-  of 7, but the order of the sum is free);
-- `attention_dq`: a program a query tile, over its key tiles; fixed order, so bitwise repeatable;
-- `attention_dbias`: a program a tile of the bias, over the batch and heads it is broadcast to;
-- `attention_dq_cast`: the fp32 buffer to dQ.
+  that share it (so the sum over a GQA group stays in registers). Scores are kept transposed: P^T
+  and dS^T leave the tensor cores in the very layout in which the products dV and dK read them;
+- `attention_dq`: a program a query tile, over its key tiles;
+- `attention_dbias`: a program a tile of the bias, over the batch and heads it is broadcast to.
 
-Bound by matrix units. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2; dQ by bulk
-reduction is FlashAttention-3's (arXiv 2407.08608, appendix B).
+Every sum has a fixed order: gradients are bitwise repeatable. Seven products a tile instead of the
+five of one fused kernel whose dQ is summed in memory by TMA reduction: that form was built and
+measured slower in Triton 3.6 on an H200 (docs/log/attention_triton.md). Bound by matrix units.
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2.
 """
 
 from __future__ import annotations
@@ -37,26 +37,11 @@ from ridgeline.kernels.attention.triton_fwd import load_keys
 
 
 @triton.jit
-def sum_row(row_q, h, num_heads, start_q, b, dq_rows, c):
-    """First row of a sequence in the fp32 sum of dQ, [batch, heads, rows] flattened.
-
-    Packed sequences lie a tile apart there: a tile that ends beyond its sequence (where 0 times a NaN
-    of K may be added) touches nobody else's rows. dq_rows is (rows a head, tile).
-    """
-    row = (row_q * num_heads + h) * dq_rows[0] + start_q
-    if c.cu_q is not None:
-        row += b.to(tl.int64) * dq_rows[1]
-    return row
-
-
-@triton.jit
-def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, dq_ptr, dq_rows, c, v: tl.constexpr):
-    """Grid (query tiles, heads, batch): delta and lse_log2 of each row; zeroes the fp32 dQ.
+def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
+    """Grid (query tiles, heads, batch): delta and lse_log2 of each row.
 
     A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0.
     """
-    BLOCK_M: tl.constexpr = v.block_m
-    BLOCK_D: tl.constexpr = v.block_d
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row_q, start_q, stored, S, _, _, _, _ = sequence(c, b)
     m0 = tl.program_id(0) * v.block_m
@@ -81,12 +66,6 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, dq_ptr, dq_rows, c, v: tl.c
         delta_ptr, lse_log2_ptr = rows_x
         tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=i < stored)
         tl.store(lse_log2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=i < stored)
-        if v.fused:
-            base = (
-                dq_ptr + sum_row(row_q, h, tl.num_programs(1), start_q, b, dq_rows, c) * v.block_d
-            )
-            zero = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            store_rows(base, v.block_d, m0, stored, zero, v.block_m, v.block_d, v.block_d)
 
 
 @triton.jit
@@ -133,7 +112,6 @@ def _dkdv_step(
     q_at,
     do_at,
     rows_x,
-    dq_desc,
     place,
     n0,
     m,
@@ -144,7 +122,7 @@ def _dkdv_step(
     """One query tile of `attention_dkdv`. MASKED: 0 no mask, 1 mask, 2 mask by a branch."""
     dk, dv = grads
     k, values = kv
-    b, h, S, T, pad, seed, offset, full_first, full_end, dq_row = place
+    b, h, S, T, pad, seed, offset, full_first, full_end = place
     i_m = m + tl.arange(0, v.block_m)
     q = load_queries(q_x, q_desc, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
     delta_ptr, lse_ptr = rows_x
@@ -178,9 +156,6 @@ def _dkdv_step(
         ds = ds * damp
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=v.precision)
-    if v.fused:
-        dq = tl.dot(tl.trans(ds), k, input_precision=v.precision)
-        dq_desc.atomic_add([dq_row + m, 0], dq)
     return dk, dv
 
 
@@ -196,8 +171,6 @@ def attention_dkdv(
     do_desc,
     rows_x,
     grads_x,
-    dq_desc,
-    dq_rows,
     lse_strides,
     c,
     seed: tl.int64,
@@ -206,7 +179,7 @@ def attention_dkdv(
 ):
     """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, flat strides).
 
-    grads_x is (dk, strides, dv, strides); dq_desc describes the fp32 sum of dQ (`sum_row`).
+    grads_x is (dk, strides, dv, strides).
     """
     BLOCK_N: tl.constexpr = v.block_n
     BLOCK_D: tl.constexpr = v.block_d
@@ -230,7 +203,6 @@ def attention_dkdv(
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
         first, full_first, full_end, end = query_spans(n0, S, T, pad, c, v)
-        num_heads = tl.num_programs(1) * v.group
         for member in range(v.group):
             h = g * v.group + member
             h_64 = h.to(tl.int64)
@@ -238,8 +210,7 @@ def attention_dkdv(
             do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
             at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q
             rows = (rows_x[0] + at, rows_x[1] + at)
-            dq_row = sum_row(row_q, h_64, num_heads, start_q, b, dq_rows, c).to(tl.int32)
-            place = (b, h, S, T, pad, seed, offset, full_first, full_end, dq_row)
+            place = (b, h, S, T, pad, seed, offset, full_first, full_end)
             if v.branch:
                 for m in tl.range(first, end, v.block_m, num_stages=v.num_stages):
                     dk, dv = _dkdv_step(
@@ -252,7 +223,6 @@ def attention_dkdv(
                         q_at,
                         do_at,
                         rows,
-                        dq_desc,
                         place,
                         n0,
                         m,
@@ -273,7 +243,6 @@ def attention_dkdv(
                             q_at,
                             do_at,
                             rows,
-                            dq_desc,
                             place,
                             n0,
                             m,
@@ -292,7 +261,6 @@ def attention_dkdv(
                         q_at,
                         do_at,
                         rows,
-                        dq_desc,
                         place,
                         n0,
                         m,
@@ -312,7 +280,6 @@ def attention_dkdv(
                             q_at,
                             do_at,
                             rows,
-                            dq_desc,
                             place,
                             n0,
                             m,
@@ -440,21 +407,6 @@ def attention_dq(
                     )
         dq_ptr, dq_strides = dq_x
         dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
-        dq = dq * c.scale
-        store_rows(dq_ptr, dq_strides[1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
-
-
-@triton.jit
-def attention_dq_cast(sum_ptr, sum_rows, dq_x, c, v: tl.constexpr):
-    """Grid (query tiles, heads, batch): the fp32 sum of dS K, times the scale, to dQ."""
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    row_q, start_q, stored, _, _, _, _, _ = sequence(c, b)
-    m0 = tl.program_id(0) * v.block_m
-    if m0 < stored:
-        base = sum_ptr + sum_row(row_q, h, tl.num_programs(1), start_q, b, sum_rows, c) * v.block_d
-        dq = load_rows(base, v.block_d, m0, 0, stored, v.block_m, v.block_d, v.block_d)
-        dq_ptr, dq_strides = dq_x
-        dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h * dq_strides[2]
         dq = dq * c.scale
         store_rows(dq_ptr, dq_strides[1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
 

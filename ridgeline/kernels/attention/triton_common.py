@@ -83,8 +83,6 @@ class Variant:
     """Every tile of keys lies inside its sequence."""
     direct: bool = False
     """Decode: one split, which writes the results."""
-    fused: bool = False
-    """Backward: dQ is summed in memory by the dK/dV kernel."""
 
 
 @triton.jit
