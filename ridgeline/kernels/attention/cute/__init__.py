@@ -1,0 +1,1 @@
+"""Device objects of the Hopper attention kernels, by concept; importing this folder needs no DSL."""
