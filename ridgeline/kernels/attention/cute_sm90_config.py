@@ -19,7 +19,7 @@ BARRIER_BYTES = 1024
 """Barriers, the work queue's slots and alignment."""
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """num_warpgroups -> registers a thread of producer and consumer (multiples of 8, 64k in all)."""
-RESERVED_REGISTERS = 34
+RESERVED_REGISTERS = 32
 """Addresses, loop state, softmax state: what a consumer needs beside S, P and O."""
 
 

@@ -527,13 +527,18 @@ class Forward:
         if cutlass.const_expr(masked):
             mask.apply(scores, block * self.config.block_k)
         grown = softmax.update(scores, False, masked)
-        warpgroup.wait_group(0)
-        _release(shared.v_ring, position - 1)
         if cutlass.const_expr(self.config.lazy_log2 > 0):
+            # The wait stands behind a branch on the finished softmax, or ptxas moves it up in
+            # front of the exponentials, which then no longer run beside the second product.
             if sm.any_lane(grown):
+                warpgroup.wait_group(0)
                 softmax.scale_output(_flat(registers.O))
+            else:
+                warpgroup.wait_group(0)
         else:
+            warpgroup.wait_group(0)
             softmax.scale_output(_flat(registers.O))
+        _release(shared.v_ring, position - 1)
         sm.pack_operand(scores, _flat(cute.recast_tensor(registers.P, Int32)), self.dtype)
 
     # ---- epilogue -------------------------------------------------------------------------------

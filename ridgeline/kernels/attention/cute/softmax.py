@@ -76,6 +76,9 @@ class Softmax:
                 self.rescale[r] = ptx.exp2(ptx.fma(self.row_max[r], self.scale_log2, offset))
             self.row_max[r] = maximum
             total = _exponentiate(scores, r, self.scale_log2, offset)
+            if cutlass.const_expr(self.lazy_log2 > 0):
+                # Never true, but only known when every exponential is: see `Forward._step`.
+                grown = grown | (total < 0.0)
             if cutlass.const_expr(first):
                 self.row_sum[r] = total
             else:
