@@ -39,6 +39,9 @@ class ForwardTraits:
     softcap: bool = False
     sinks: bool = False
     varlen: bool = False
+    """Packed sequences, by cu_seqlens of both sides."""
+    seqused: bool = False
+    """seqused_k: keys a sequence really has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,13 @@ def consumer_registers(config: ForwardConfig, traits: ForwardTraits) -> int:
     return scores + scores // 2 + output + RESERVED_REGISTERS
 
 
+def registers(config: ForwardConfig, traits: ForwardTraits) -> tuple[int, int]:
+    """(producer, consumer) registers a thread after setmaxnreg."""
+    if traits.varlen and config.num_warpgroups == 2:
+        return 40, 232  # finding a tile among packed sequences takes more than 24
+    return REGISTERS[config.num_warpgroups]
+
+
 def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
     """Why a config cannot run these traits, or None."""
     if config.num_warpgroups not in REGISTERS:
@@ -100,7 +110,7 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return "output_reuses_q needs head_dim_v <= head_dim"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
-    have = REGISTERS[config.num_warpgroups][1]
+    have = registers(config, traits)[1]
     if (need := consumer_registers(config, traits)) > min(have, 255):
         return f"needs about {need} registers a thread, a consumer has {have}"
     return None

@@ -2,7 +2,8 @@
 
 A tile holds query rows [first_row, first_row + rows). With shift = T - S, row i sees the keys
     i + shift - left <= j <= i + shift + right,   0 <= j < T
-so the tile visits key blocks [begin, end) and may skip the mask in [full_begin, full_end).
+so the tile visits key blocks [begin, end), at least one, the last always with a mask, and skips
+the mask in [full_begin, full_end), begin <= full_begin <= full_end < end.
 Plain arithmetic on integers of either world: Python's (tests) or the device's (`Integer`).
 """
 
@@ -17,7 +18,7 @@ UNBOUNDED = 1 << 29
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of one tile of queries; end <= begin where it sees no key."""
+    """Key blocks of one tile of queries; a tile that sees no key gets one block, all masked."""
 
     begin: Any
     full_begin: Any
@@ -65,4 +66,8 @@ def block_range(
         begin = integer.maximum(first_row + shift - left, 0) // block
         last_start = integer.maximum(first_row + rows - 1 + shift - left, 0)
         full_begin = (last_start + block - 1) // block
+    # At least one block, so that the pipelines need no case for a tile that sees no key.
+    end = integer.maximum(end, begin + 1)
+    full_end = integer.maximum(integer.minimum(full_end, end - 1), begin)
+    full_begin = integer.minimum(integer.maximum(full_begin, begin), full_end)
     return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)

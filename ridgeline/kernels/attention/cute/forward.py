@@ -10,7 +10,8 @@ are shared by all and arrive by TMA through two rings. A consumer's step on bloc
 
 so the softmax of a block hides behind the second product of the block before, and behind the other
 warpgroups' products. Blocks are visited right to left: masked ones come first, then a loop without
-masks, then the window's left edge. P never leaves registers.
+masks, then the window's left edge. P never leaves registers. Tiles overlap too: the first S of the
+next tile is on the tensor cores while O of this one is normalised and stored.
 
 Bound by the tensor cores from head dim 128 on, by exponentials (16 a cycle and SM) at 64.
 Legend: m/g/s/t prefixes are CuTe's: global tensor, its tile, shared memory, a thread's partition.
@@ -19,7 +20,6 @@ Source: FlashAttention-3 paper (arXiv 2407.08608), sections 3.1 and 3.2.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,23 @@ from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute import softmax as sm
 from ridgeline.kernels.attention.cute.blocks import BlockRange, block_range
-from ridgeline.kernels.attention.cute.mask import Mask
+from ridgeline.kernels.attention.cute.mask import Mask, accumulator_column, accumulator_row
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring, Turns
-from ridgeline.kernels.attention.cute.scheduler import Tile, TileOrder, WorkQueue
+from ridgeline.kernels.attention.cute.scheduler import (
+    NONE,
+    RECORD_WORDS,
+    Cursor,
+    PackedOrder,
+    TileOrder,
+    Work,
+    WorkQueue,
+)
+from ridgeline.kernels.attention.cute.seqlens import Lengths, columns_of, tokens_of
 from ridgeline.kernels.attention.cute_sm90_config import (
-    REGISTERS,
     ROWS,
     ForwardConfig,
     ForwardTraits,
+    registers,
     rows_per_block,
 )
 
@@ -68,7 +77,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Globals:
-    """Tensors of a launch, as TMA coordinates where TMA moves them."""
+    """Tensors of a launch, as TMA coordinates where TMA moves them; packed calls have no B mode."""
 
     mQ: cute.Tensor
     """[S, D, H, B]"""
@@ -78,11 +87,15 @@ class Globals:
     """[V, T, G, B]: V's columns are the rows of the second product's operand B"""
     mO: cute.Tensor
     """[S, V, H, B]"""
+    mO_plain: cute.Tensor
+    """The same, as an ordinary tensor"""
     mLSE: cute.Tensor
     """[S, H, B]"""
-    mSinks: cute.Tensor
-    """[H]"""
+    mSinks: Any
+    """fp32 [H] or None"""
     counter: cute.Tensor
+    lengths: Lengths
+    num_batches: Int32
     tma_q: cute.CopyAtom
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
@@ -109,14 +122,27 @@ class Shared:
 
 @dataclass(frozen=True)
 class Registers:
-    """A consumer thread's tiles."""
+    """A consumer thread's tiles, and descriptors of its operands in shared memory."""
 
     S: cute.Tensor
-    O: cute.Tensor  # noqa: E741
+    O: cute.Tensor
     P: cute.Tensor
     tQ: cute.Tensor
     tK: cute.Tensor
     tV: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer warpgroup works with in every tile."""
+
+    shared: Shared
+    registers: Registers
+    softmax: sm.Softmax
+    q_ring: Ring
+    wg: Int32
+    capped_scale: Float32
+    """softmax_scale / softcap."""
 
 
 class Forward:
@@ -139,7 +165,10 @@ class Forward:
         v: cute.Tensor,
         o: cute.Tensor,
         lse: cute.Tensor,
-        sinks: cute.Tensor,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
         counter: cute.Tensor,
         softmax_scale: Float32,
         softcap: Float32,
@@ -149,31 +178,53 @@ class Forward:
         num_sms: Int32,
         stream,
     ):
-        """q [B, S, H, D], k [B, T, G, D], v [B, T, G, V], o [B, S, H, V], lse [B, H, S]."""
-        cfg, dims = self.config, self.traits
+        """q [B, S, H, D], k [B, T, G, D], v [B, T, G, V], o [B, S, H, V], lse [B, H, S].
+
+        Packed: the same without B, tokens for S and T. Optional tensors are None.
+        """
+        cfg, dims, packed = self.config, self.traits, self.traits.varlen
         layout_q = self._row_layout(ROWS, dims.head_dim, self.wgs)
         layout_k = self._row_layout(cfg.block_k, dims.head_dim, cfg.stages)
         layout_v = self._column_layout(dims.head_dim_v, cfg.block_k, cfg.stages)
         layout_o = self._row_layout(ROWS, dims.head_dim_v, self.wgs)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
+        by_column = (2, 0, 1) if packed else (3, 1, 2, 0)
+        plain_o = _modes(o, by_token)
         tma_q, mQ = cpasync.make_tiled_tma_atom(
-            load, _modes(q, (1, 3, 2, 0)), _one(layout_q), (ROWS, dims.head_dim)
+            load, _modes(q, by_token), _one(layout_q), (ROWS, dims.head_dim)
         )
         tma_k, mK = cpasync.make_tiled_tma_atom(
-            load, _modes(k, (1, 3, 2, 0)), _one(layout_k), (cfg.block_k, dims.head_dim)
+            load, _modes(k, by_token), _one(layout_k), (cfg.block_k, dims.head_dim)
         )
         tma_v, mV = cpasync.make_tiled_tma_atom(
-            load, _modes(v, (3, 1, 2, 0)), _one(layout_v), (dims.head_dim_v, cfg.block_k)
+            load, _modes(v, by_column), _one(layout_v), (dims.head_dim_v, cfg.block_k)
         )
         tma_o, mO = cpasync.make_tiled_tma_atom(
-            store, _modes(o, (1, 3, 2, 0)), _one(layout_o), (ROWS, dims.head_dim_v)
+            store, plain_o, _one(layout_o), (ROWS, dims.head_dim_v)
         )
+        num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         tensors = Globals(
-            mQ, mK, mV, mO, _modes(lse, (2, 1, 0)), sinks, counter, tma_q, tma_k, tma_v, tma_o
+            mQ=mQ,
+            mK=mK,
+            mV=mV,
+            mO=mO,
+            mO_plain=plain_o,
+            mLSE=_modes(lse, (1, 0) if packed else (2, 1, 0)),
+            mSinks=sinks,
+            counter=counter,
+            lengths=Lengths(mQ.shape[0], mK.shape[0], cu_seqlens_q, cu_seqlens_k, seqused_k),
+            num_batches=num_batches,
+            tma_q=tma_q,
+            tma_k=tma_k,
+            tma_v=tma_v,
+            tma_o=tma_o,
         )
         scalars = Scalars(softmax_scale, softcap, window_left, window_right, heads_per_section)
-        num_tiles = self._order(mQ, heads_per_section).num_tiles()
-        grid = cutlass.min(num_tiles, num_sms) if cfg.persistent else num_tiles
+        grid = num_sms
+        if cutlass.const_expr(not packed):
+            num_tiles = self._order(tensors, scalars).num_tiles()
+            grid = cutlass.min(num_tiles, num_sms) if cfg.persistent else num_tiles
         self.kernel(tensors, scalars, layout_q, layout_k, layout_v, layout_o).launch(
             grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
@@ -192,13 +243,14 @@ class Forward:
         atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
         return cute.tile_to_shape(atom, (rows, columns, stages), order=(1, 0, 2))
 
-    def _order(self, mQ: cute.Tensor, heads_per_section: Int32) -> TileOrder:
+    def _order(self, tensors: Globals, scalars: Scalars) -> TileOrder:
+        """The numbering of a dense call's tiles."""
         rows = rows_per_block(self.config)
         return TileOrder(
-            num_blocks=(mQ.shape[0] + rows - 1) // rows,
-            num_heads=mQ.shape[2],
-            num_batches=mQ.shape[3],
-            heads_per_section=heads_per_section,
+            num_blocks=(tensors.mQ.shape[0] + rows - 1) // rows,
+            num_heads=tensors.mQ.shape[2],
+            num_batches=tensors.num_batches,
+            heads_per_section=scalars.heads_per_section,
         )
 
     # ---- the products ---------------------------------------------------------------------------
@@ -246,11 +298,14 @@ class Forward:
                 self._init_barriers(shared)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        producer_registers, consumer_registers = REGISTERS[self.wgs]
+        producer_registers, consumer_registers = registers(self.config, self.traits)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
-                self._produce(tensors, scalars, shared)
+                if cutlass.const_expr(self.traits.varlen):
+                    self._produce_packed(tensors, scalars, shared)
+                else:
+                    self._produce_dense(tensors, scalars, shared)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self._consume(tensors, scalars, shared, warp_index // 4 - 1)
@@ -260,7 +315,9 @@ class Forward:
         stages = self.config.stages
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, 2 * self.wgs + 4 * stages + 2 * QUEUE_STAGES)
-        slots = smem.allocate_tensor(Int32, cute.make_layout(QUEUE_STAGES), 8)
+        records = smem.allocate_tensor(
+            Int32, cute.make_layout((QUEUE_STAGES, RECORD_WORDS), stride=(RECORD_WORDS, 1)), 16
+        )
         sQ = smem.allocate_tensor(self.dtype, layout_q.outer, 1024, swizzle=layout_q.inner)
         sK = smem.allocate_tensor(self.dtype, layout_k.outer, 1024, swizzle=layout_k.inner)
         sV = smem.allocate_tensor(self.dtype, layout_v.outer, 1024, swizzle=layout_v.inner)
@@ -278,7 +335,7 @@ class Forward:
             q_barriers=barriers,
             k_ring=Ring(k_barriers, stages),
             v_ring=Ring(k_barriers + 2 * stages, stages),
-            queue=WorkQueue(queue_ring, slots, tensors.counter),
+            queue=WorkQueue(queue_ring, records, tensors.counter),
         )
 
     @cute.jit
@@ -293,13 +350,13 @@ class Forward:
         shared.queue.ring.init(1, warps)
 
     @cute.jit
-    def _blocks(self, tensors: Globals, scalars: Scalars, tile: Tile) -> BlockRange:
+    def _blocks(self, scalars: Scalars, work: Work) -> BlockRange:
         rows = rows_per_block(self.config)
         return block_range(
-            tile.block * rows,
+            work.block * rows,
             rows,
             self.config.block_k,
-            (tensors.mQ.shape[0], tensors.mK.shape[0]),
+            (work.extent.seqlen_q, work.extent.seqlen_k),
             (
                 scalars.window_left if self.traits.has_left else None,
                 scalars.window_right if self.traits.has_right else None,
@@ -309,66 +366,91 @@ class Forward:
 
     # ---- producer -------------------------------------------------------------------------------
     @cute.jit
-    def _produce(self, tensors: Globals, scalars: Scalars, shared: Shared):
-        order = self._order(tensors.mQ, scalars.heads_per_section)
+    def _produce_dense(self, tensors: Globals, scalars: Scalars, shared: Shared):
+        order = self._order(tensors, scalars)
         num_tiles = order.num_tiles()
-        tile_index, _, _ = cute.arch.block_idx()
-        kv_position, tile_position = Int32(0), Int32(0)
-        while tile_index < num_tiles:
-            tile = order.coordinates(tile_index, cutlass.min)
-            blocks = self._blocks(tensors, scalars, tile)
-            for wg in cutlass.range_constexpr(self.wgs):
-                self._load_q(tensors, shared, tile, wg, tile_position)
-            following = num_tiles
-            count = blocks.end - blocks.begin
-            if count > 0:
-                self._load_k(tensors, shared, tile, blocks.end - 1, kv_position)
-            if cutlass.const_expr(self.config.persistent):
-                following = shared.queue.draw()
-                shared.queue.announce(tile_position, following)
-            for i in cutlass.range(1, count, unroll=1):
-                self._load_k(tensors, shared, tile, blocks.end - 1 - i, kv_position + 1)
-                self._load_v(tensors, shared, tile, blocks.end - i, kv_position)
-                kv_position += 1
-            if count > 0:
-                self._load_v(tensors, shared, tile, blocks.begin, kv_position)
-                kv_position += 1
-            tile_position += 1
-            tile_index = following
+        index, _, _ = cute.arch.block_idx()
+        kv_position, position = Int32(0), Int32(0)
+        while index < num_tiles:
+            block, head, batch = order.coordinates(index, cutlass.min)
+            work = Work(block, head, batch, tensors.lengths.extent(batch))
+            kv_position = self._load_tile(tensors, scalars, shared, work, position, kv_position)
+            position += 1
+            index = shared.queue.draw() if self.config.persistent else num_tiles
+        self._finish_producing(tensors, shared, position)
+
+    @cute.jit
+    def _produce_packed(self, tensors: Globals, scalars: Scalars, shared: Shared):
+        order = PackedOrder(
+            lengths=tensors.lengths,
+            rows=rows_per_block(self.config),
+            num_heads=tensors.mQ.shape[2],
+            num_batches=tensors.num_batches,
+            heads_per_section=scalars.heads_per_section,
+        )
+        index, _, _ = cute.arch.block_idx()
+        kv_position, position = Int32(0), Int32(0)
+        block, head, batch, cursor = order.find(index, Cursor(Int32(0), Int32(0)))
+        while block != NONE:
+            work = Work(block, head, batch, tensors.lengths.extent(batch))
+            kv_position = self._load_tile(tensors, scalars, shared, work, position, kv_position)
+            position += 1
+            block, head, batch, cursor = order.find(shared.queue.draw(), cursor)
+        self._finish_producing(tensors, shared, position)
+
+    @cute.jit
+    def _finish_producing(self, tensors: Globals, shared: Shared, position: Int32):
+        extent = tensors.lengths.extent(Int32(0))
+        shared.queue.announce(position, Work(Int32(NONE), Int32(0), Int32(0), extent))
         if cutlass.const_expr(self.config.persistent):
             shared.queue.retire()
 
     @cute.jit
-    def _load_q(self, tensors: Globals, shared: Shared, tile: Tile, wg, position: Int32):
+    def _load_tile(
+        self, tensors, scalars, shared: Shared, work: Work, position: Int32, kv_position: Int32
+    ) -> Int32:
+        """Everything one tile reads, K one block ahead of V; returns the ring position behind it."""
+        blocks = self._blocks(scalars, work)
+        shared.queue.announce(position, work)
+        for wg in cutlass.range_constexpr(self.wgs):
+            self._load_q(tensors, shared, work, wg, position)
+        self._load_k(tensors, shared, work, blocks.end - 1, kv_position)
+        for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
+            self._load_k(tensors, shared, work, blocks.end - 1 - i, kv_position + 1)
+            self._load_v(tensors, shared, work, blocks.end - i, kv_position)
+            kv_position += 1
+        self._load_v(tensors, shared, work, blocks.begin, kv_position)
+        return kv_position + 1
+
+    @cute.jit
+    def _load_q(self, tensors: Globals, shared: Shared, work: Work, wg, position: Int32):
         ring = Ring(shared.q_barriers + 2 * wg, 1)
-        gQ = cute.local_tile(
-            tensors.mQ[None, None, tile.head, tile.batch],
-            (ROWS, self.traits.head_dim),
-            (tile.block * self.wgs + wg, 0),
+        mQ = tokens_of(
+            tensors.mQ, work.head, work.batch, work.extent.offset_q, self.traits.varlen
         )
+        tile = (ROWS, self.traits.head_dim)
+        gQ = cute.local_tile(mQ, tile, (work.block * self.wgs + wg, 0))
         num_bytes = ROWS * self.traits.head_dim * self.dtype.width // 8
         _load(tensors.tma_q, gQ, shared.sQ, wg, ring, position, num_bytes)
 
     @cute.jit
-    def _load_k(self, tensors: Globals, shared: Shared, tile: Tile, block: Int32, position: Int32):
+    def _load_k(self, tensors: Globals, shared: Shared, work: Work, block: Int32, position: Int32):
         group = tensors.mQ.shape[2] // tensors.mK.shape[2]
-        gK = cute.local_tile(
-            tensors.mK[None, None, tile.head // group, tile.batch],
-            (self.config.block_k, self.traits.head_dim),
-            (block, 0),
+        mK = tokens_of(
+            tensors.mK, work.head // group, work.batch, work.extent.offset_k, self.traits.varlen
         )
+        gK = cute.local_tile(mK, (self.config.block_k, self.traits.head_dim), (block, 0))
         num_bytes = self.config.block_k * self.traits.head_dim * self.dtype.width // 8
         stage = shared.k_ring.stage(position)
         _load(tensors.tma_k, gK, shared.sK, stage, shared.k_ring, position, num_bytes)
 
     @cute.jit
-    def _load_v(self, tensors: Globals, shared: Shared, tile: Tile, block: Int32, position: Int32):
+    def _load_v(self, tensors: Globals, shared: Shared, work: Work, block: Int32, position: Int32):
         group = tensors.mQ.shape[2] // tensors.mK.shape[2]
-        gV = cute.local_tile(
-            tensors.mV[None, None, tile.head // group, tile.batch],
-            (self.traits.head_dim_v, self.config.block_k),
-            (0, block),
+        mV = columns_of(
+            tensors.mV, work.head // group, work.batch, work.extent.offset_k, self.traits.varlen
         )
+        gV = cute.local_tile(mV, (self.traits.head_dim_v, self.config.block_k), (0, block))
         num_bytes = self.config.block_k * self.traits.head_dim_v * self.dtype.width // 8
         stage = shared.v_ring.stage(position)
         _load(tensors.tma_v, gV, shared.sV, stage, shared.v_ring, position, num_bytes)
@@ -376,31 +458,46 @@ class Forward:
     # ---- consumers ------------------------------------------------------------------------------
     @cute.jit
     def _consume(self, tensors: Globals, scalars: Scalars, shared: Shared, wg: Int32):
-        order = self._order(tensors.mQ, scalars.heads_per_section)
-        num_tiles = order.num_tiles()
-        registers = self._registers(shared, wg)
-        softmax = self._softmax(scalars)
-        q_ring = Ring(shared.q_barriers + 2 * wg, 1)
-        tile_index, _, _ = cute.arch.block_idx()
-        kv_position, tile_position = Int32(0), Int32(0)
+        consumer = Consumer(
+            shared=shared,
+            registers=self._registers(shared, wg),
+            softmax=self._softmax(scalars),
+            q_ring=Ring(shared.q_barriers + 2 * wg, 1),
+            wg=wg,
+            capped_scale=scalars.softmax_scale / scalars.softcap
+            if self.traits.softcap
+            else Float32(0.0),
+        )
+        kv_position, position = Int32(0), Int32(0)
         self.turns.start(wg)
-        while tile_index < num_tiles:
-            tile = order.coordinates(tile_index, cutlass.min)
-            blocks = self._blocks(tensors, scalars, tile)
-            registers.O.fill(0.0)
-            softmax.reset()
-            q_ring.wait_full(tile_position)
-            if blocks.end > blocks.begin:
-                mask = self._mask(tensors, scalars, tile, wg)
-                kv_position = self._tile(shared, registers, softmax, mask, blocks, scalars, wg, kv_position)
-            if cutlass.const_expr(not self.config.output_reuses_q):
-                _release(q_ring, tile_position)
-            self._epilogue(tensors, shared, registers, softmax, tile, wg, q_ring, tile_position)
-            following = num_tiles
-            if cutlass.const_expr(self.config.persistent):
-                following = shared.queue.take(tile_position)
-            tile_position += 1
-            tile_index = following
+        work = shared.queue.take(position)
+        self._first_product(consumer, work.block != NONE, position, kv_position)
+        while work.block != NONE:
+            blocks = self._blocks(scalars, work)
+            mask = self._mask(scalars, work, wg)
+            kv_position = self._blocks_but_last_product(
+                consumer, mask, blocks, position, kv_position
+            )
+            following = shared.queue.take(position + 1)
+            more = following.block != NONE
+            shared.v_ring.wait_full(kv_position)
+            self._issue_pv(consumer, kv_position)
+            if cutlass.const_expr(self.config.output_reuses_q):
+                warpgroup.wait_group(0)
+                _release(shared.v_ring, kv_position)
+                self._epilogue(tensors, consumer, work, position)
+                self._first_product(consumer, more, position + 1, kv_position + 1)
+            else:
+                self._first_product(consumer, more, position + 1, kv_position + 1)
+                warpgroup.wait_group(1)
+                _release(shared.v_ring, kv_position)
+                self._epilogue(tensors, consumer, work, position)
+            work = following
+            kv_position += 1
+            position += 1
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(self.traits.varlen):
+            self._clear_rest(tensors)
         # The last store must have read shared memory before the block goes away.
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -409,13 +506,10 @@ class Forward:
         mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
         thread_qk, thread_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         block_k, dim_v = self.config.block_k, self.traits.head_dim_v
-        S = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, block_k)), Float32)
-        O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, dim_v)), Float32)  # noqa: E741
-        P = cute.make_rmem_tensor(mma_pv.partition_shape_A((ROWS, block_k)), self.dtype)
         return Registers(
-            S=S,
-            O=O,
-            P=P,
+            S=cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, block_k)), Float32),
+            O=cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, dim_v)), Float32),
+            P=cute.make_rmem_tensor(mma_pv.partition_shape_A((ROWS, block_k)), self.dtype),
             tQ=mma_qk.make_fragment_A(thread_qk.partition_A(shared.sQ[None, None, wg])),
             tK=mma_qk.make_fragment_B(thread_qk.partition_B(shared.sK)),
             tV=mma_pv.make_fragment_B(thread_pv.partition_B(shared.sV)),
@@ -433,158 +527,198 @@ class Forward:
             row_sum=cute.make_rmem_tensor(pair, Float32),
             rescale=cute.make_rmem_tensor(pair, Float32),
             lazy_log2=self.config.lazy_log2,
+            poly_every=self.config.poly_every,
         )
 
     @cute.jit
-    def _mask(self, tensors: Globals, scalars: Scalars, tile: Tile, wg: Int32) -> Mask:
+    def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> Mask:
         return Mask(
-            row=_first_row(tile, self.wgs, wg),
+            row=_first_row(work, self.wgs, wg),
             lane_column=2 * (cute.arch.lane_idx() % 4),
-            seqlen_k=tensors.mK.shape[0],
-            shift=tensors.mK.shape[0] - tensors.mQ.shape[0],
+            seqlen_k=work.extent.seqlen_k,
+            shift=work.extent.seqlen_k - work.extent.seqlen_q,
             left=scalars.window_left if self.traits.has_left else None,
             right=scalars.window_right if self.traits.has_right else None,
         )
 
     @cute.jit
-    def _tile(
-        self, shared, registers, softmax, mask, blocks, scalars, wg: Int32, position: Int32
-    ) -> Int32:
-        """All blocks of one tile; returns the position behind them."""
-        ratio = scalars.softmax_scale / scalars.softcap if self.traits.softcap else Float32(0.0)
-        self._first(shared, registers, softmax, mask, ratio, blocks.end - 1, position)
-        masked_end = cutlass.max(blocks.full_end, blocks.begin)
-        masked_end = cutlass.min(masked_end, blocks.end - 1)
-        for i in cutlass.range(blocks.end - 1 - masked_end, unroll=1):
-            position += 1
-            block = blocks.end - 2 - i
-            self._step(shared, registers, softmax, mask, ratio, block, position, wg, True)
-        full_begin = blocks.begin
-        if cutlass.const_expr(self.traits.has_left):
-            full_begin = cutlass.min(cutlass.max(blocks.full_begin, blocks.begin), masked_end)
-        for i in cutlass.range(masked_end - full_begin, unroll=1):
-            position += 1
-            block = masked_end - 1 - i
-            self._step(shared, registers, softmax, mask, ratio, block, position, wg, False)
-        if cutlass.const_expr(self.traits.has_left):
-            for i in cutlass.range(full_begin - blocks.begin, unroll=1):
-                position += 1
-                block = full_begin - 1 - i
-                self._step(shared, registers, softmax, mask, ratio, block, position, wg, True)
-        shared.v_ring.wait_full(position)
-        _multiply(
-            self._mma_pv(), registers.O, registers.P, registers.tV, shared.v_ring.stage(position), False
-        )
-        warpgroup.wait_group(0)
-        _release(shared.v_ring, position)
-        return position + 1
+    def _first_product(self, c: Consumer, wanted, position: Int32, kv_position: Int32):
+        """Issue S of a tile's rightmost block. Without such a tile it is issued all the same, on
+        whatever the stage holds, and never read: a branch around it would end the overlap."""
+        if wanted:
+            c.q_ring.wait_full(position)
+            c.shared.k_ring.wait_full(kv_position)
+        self._issue_qk(c, kv_position)
 
     @cute.jit
-    def _first(self, shared, registers, softmax, mask, ratio: Float32, block: Int32, position: Int32):
-        """The rightmost block: its softmax starts the row maxima, nothing to overlap with yet."""
-        shared.k_ring.wait_full(position)
-        _multiply(
-            self._mma_qk(), registers.S, registers.tQ, registers.tK, shared.k_ring.stage(position), True
-        )
+    def _issue_qk(self, c: Consumer, position: Int32):
+        r, stage = c.registers, c.shared.k_ring.stage(position)
+        _multiply(self._mma_qk(), r.S, r.tQ, r.tK, stage, True)
+
+    @cute.jit
+    def _issue_pv(self, c: Consumer, position: Int32):
+        r, stage = c.registers, c.shared.v_ring.stage(position)
+        _multiply(self._mma_pv(), r.O, r.P, r.tV, stage, False)
+
+    @cute.jit
+    def _blocks_but_last_product(
+        self, c: Consumer, mask: Mask, blocks: BlockRange, position: Int32, kv_position: Int32
+    ) -> Int32:
+        """All blocks of a tile whose first S is under way, up to the P of the last block.
+
+        Returns that block's ring position: its P V is still to be issued.
+        """
+        c.registers.O.fill(0.0)
         warpgroup.wait_group(0)
-        _release(shared.k_ring, position)
-        scores = _flat(registers.S)
-        if cutlass.const_expr(self.traits.softcap):
-            sm.soft_cap(scores, ratio)
-        mask.apply(scores, block * self.config.block_k)
-        softmax.update(scores, True, True)
-        sm.pack_operand(scores, _flat(cute.recast_tensor(registers.P, Int32)), self.dtype)
+        _release(c.shared.k_ring, kv_position)
+        self._release_q(c, position, blocks.end - 1 == blocks.begin)
+        self._masked_softmax(c, mask, blocks.end - 1, True)
+        self._pack(c)
+        for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
+            kv_position += 1
+            self._step(c, mask, blocks.end - 2 - i, blocks.begin, position, kv_position, True)
+        for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
+            kv_position += 1
+            block = blocks.full_end - 1 - i
+            self._step(c, mask, block, blocks.begin, position, kv_position, False)
+        if cutlass.const_expr(self.traits.has_left):
+            for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
+                kv_position += 1
+                block = blocks.full_begin - 1 - i
+                self._step(c, mask, block, blocks.begin, position, kv_position, True)
+        return kv_position
 
     @cute.jit
     def _step(
         self,
-        shared,
-        registers,
-        softmax,
-        mask,
-        ratio: Float32,
+        c: Consumer,
+        mask: Mask,
         block: Int32,
+        last_block: Int32,
         position: Int32,
-        wg: Int32,
+        kv_position: Int32,
         masked: cutlass.Constexpr[bool],
     ):
         """One block: S of this block and O of the one before go to the tensor cores together."""
-        shared.k_ring.wait_full(position)
-        self.turns.wait(wg)
-        _multiply(
-            self._mma_qk(), registers.S, registers.tQ, registers.tK, shared.k_ring.stage(position), True
-        )
-        shared.v_ring.wait_full(position - 1)
-        _multiply(
-            self._mma_pv(), registers.O, registers.P, registers.tV, shared.v_ring.stage(position - 1), False
-        )
-        self.turns.give(wg)
+        c.shared.k_ring.wait_full(kv_position)
+        self.turns.wait(c.wg)
+        self._issue_qk(c, kv_position)
+        c.shared.v_ring.wait_full(kv_position - 1)
+        self._issue_pv(c, kv_position - 1)
+        self.turns.give(c.wg)
         warpgroup.wait_group(1)
-        _release(shared.k_ring, position)
-        scores = _flat(registers.S)
-        if cutlass.const_expr(self.traits.softcap):
-            sm.soft_cap(scores, ratio)
+        _release(c.shared.k_ring, kv_position)
+        self._release_q(c, position, block == last_block)
+        output = _flat(c.registers.O)
         if cutlass.const_expr(masked):
-            mask.apply(scores, block * self.config.block_k)
-        grown = softmax.update(scores, False, masked)
+            grown = self._masked_softmax(c, mask, block, False)
+        else:
+            scores = _flat(c.registers.S)
+            if cutlass.const_expr(self.traits.softcap):
+                sm.soft_cap(scores, c.capped_scale)
+            grown = c.softmax.update(scores, False, False)
         if cutlass.const_expr(self.config.lazy_log2 > 0):
             # The wait stands behind a branch on the finished softmax, or ptxas moves it up in
             # front of the exponentials, which then no longer run beside the second product.
             if sm.any_lane(grown):
                 warpgroup.wait_group(0)
-                softmax.scale_output(_flat(registers.O))
+                c.softmax.scale_output(output)
             else:
                 warpgroup.wait_group(0)
         else:
             warpgroup.wait_group(0)
-            softmax.scale_output(_flat(registers.O))
-        _release(shared.v_ring, position - 1)
-        sm.pack_operand(scores, _flat(cute.recast_tensor(registers.P, Int32)), self.dtype)
+            c.softmax.scale_output(output)
+        _release(c.shared.v_ring, kv_position - 1)
+        self._pack(c)
+
+    @cute.jit
+    def _masked_softmax(self, c: Consumer, mask: Mask, block: Int32, first: cutlass.Constexpr[bool]):
+        scores = _flat(c.registers.S)
+        if cutlass.const_expr(self.traits.softcap):
+            sm.soft_cap(scores, c.capped_scale)
+        mask.apply(scores, block * self.config.block_k)
+        return c.softmax.update(scores, first, True)
+
+    @cute.jit
+    def _pack(self, c: Consumer):
+        operand = _flat(cute.recast_tensor(c.registers.P, Int32))
+        sm.pack_operand(_flat(c.registers.S), operand, self.dtype)
+
+    @cute.jit
+    def _release_q(self, c: Consumer, position: Int32, is_last):
+        """After the tile's last S: the next tile's Q may come in, unless O is to leave through it."""
+        if cutlass.const_expr(not self.config.output_reuses_q):
+            if is_last & (cute.arch.lane_idx() == 0):
+                c.q_ring.release(position)
 
     # ---- epilogue -------------------------------------------------------------------------------
     @cute.jit
-    def _epilogue(self, tensors, shared, registers, softmax, tile, wg: Int32, q_ring, position: Int32):
+    def _epilogue(self, tensors: Globals, c: Consumer, work: Work, position: Int32):
         """Normalise, O to shared memory and out by TMA, LSE straight to global memory."""
         sink = Float32(0.0)
         if cutlass.const_expr(self.traits.sinks):
-            sink = tensors.mSinks[tile.head]
-        output = _flat(registers.O)
-        softmax.finish(output, sink, self.traits.sinks)
-        lane = cute.arch.lane_idx()
-        row = _first_row(tile, self.wgs, wg)
-        for r in cutlass.range_constexpr(2):
-            if (lane % 4 == 0) & (row + 8 * r < tensors.mQ.shape[0]):
-                tensors.mLSE[row + 8 * r, tile.head, tile.batch] = softmax.row_sum[r]
+            sink = tensors.mSinks[work.head]
+        output = _flat(c.registers.O)
+        c.softmax.finish(output, sink, self.traits.sinks)
+        self._store_lse(tensors, c, work)
+        if cutlass.const_expr(self.traits.varlen):
+            rows_end = (work.block * self.wgs + c.wg + 1) * ROWS
+            if rows_end <= work.extent.seqlen_q:
+                self._store_tile(tensors, c, work, position)
+            else:
+                # TMA clips at the tensor's end, not at the sequence's.
+                self._store_rows(tensors, c, work, position)
+        else:
+            self._store_tile(tensors, c, work, position)
 
-        barrier = FIRST_EPILOGUE_BARRIER + wg
+    @cute.jit
+    def _store_lse(self, tensors: Globals, c: Consumer, work: Work):
+        row = _first_row(work, self.wgs, c.wg)
+        for r in cutlass.range_constexpr(2):
+            if (cute.arch.lane_idx() % 4 == 0) & (row + 8 * r < work.extent.seqlen_q):
+                if cutlass.const_expr(self.traits.varlen):
+                    token = work.extent.offset_q + row + 8 * r
+                    tensors.mLSE[token, work.head] = c.softmax.row_sum[r]
+                else:
+                    tensors.mLSE[row + 8 * r, work.head, work.batch] = c.softmax.row_sum[r]
+
+    @cute.jit
+    def _store_tile(self, tensors: Globals, c: Consumer, work: Work, position: Int32):
+        """A warpgroup's whole O tile through its shared memory and out by TMA."""
+        barrier = FIRST_EPILOGUE_BARRIER + c.wg
         if cutlass.const_expr(not self.config.output_reuses_q):
             # The previous tile's O must have left this warpgroup's shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
-        else:
-            # Every warp of the group must be done reading Q.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
-        sO = shared.sO[None, None, wg]
+        # And, where O goes through Q's memory, every warp must be done reading Q.
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        sO = self._output_tile(c)
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        self._to_shared(registers.O, sO, thread)
+        self._to_shared(c.registers.O, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
-            gO = cute.local_tile(
-                tensors.mO[None, None, tile.head, tile.batch],
-                (ROWS, self.traits.head_dim_v),
-                (tile.block * self.wgs + wg, 0),
+            mO = tokens_of(
+                tensors.mO, work.head, work.batch, work.extent.offset_q, self.traits.varlen
             )
-            tO, tgO = cpasync.tma_partition(
-                tensors.tma_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-            )
+            tile = (ROWS, self.traits.head_dim_v)
+            gO = cute.local_tile(mO, tile, (work.block * self.wgs + c.wg, 0))
+            tO, tgO = _tma_pair(tensors.tma_o, sO, gO)
             cute.copy(tensors.tma_o, tO, tgO)
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.config.output_reuses_q):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                if lane == 0:
-                    q_ring.release(position)
+                if cute.arch.lane_idx() == 0:
+                    c.q_ring.release(position)
+
+    @cute.jit
+    def _output_tile(self, c: Consumer) -> cute.Tensor:
+        """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
+        if cutlass.const_expr(self.config.output_reuses_q):
+            layout = _one(self._row_layout(ROWS, self.traits.head_dim_v, 1))
+            sQ = c.shared.sQ[None, None, c.wg]
+            return cute.make_tensor(sQ.iterator, layout.outer)
+        return c.shared.sO[None, None, c.wg]
 
     @cute.jit
     def _to_shared(self, output: cute.Tensor, sO: cute.Tensor, thread: Int32):
@@ -594,6 +728,42 @@ class Forward:
         narrow = cute.make_rmem_tensor(output.shape, self.dtype)
         sm.pack_operand(_flat(output), _flat(cute.recast_tensor(narrow, Int32)), self.dtype)
         cute.copy(atom, copy.retile(narrow), copy.partition_D(sO))
+
+    @cute.jit
+    def _store_rows(self, tensors: Globals, c: Consumer, work: Work, position: Int32):
+        """The last tile of a packed sequence, row by row from registers."""
+        if cutlass.const_expr(self.config.output_reuses_q):
+            # Every warp of the group must be done reading Q before one gives it back.
+            barrier = FIRST_EPILOGUE_BARRIER + c.wg
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+            if cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0:
+                c.q_ring.release(position)
+        mO = cute.domain_offset(
+            (work.extent.offset_q, 0), tensors.mO_plain[None, None, work.head]
+        )
+        output, first = _flat(c.registers.O), _first_row(work, self.wgs, c.wg)
+        lane_column = 2 * (cute.arch.lane_idx() % 4)
+        for e in cutlass.range_constexpr(cute.size(output)):
+            row = first + 8 * accumulator_row(e)
+            if row < work.extent.seqlen_q:
+                mO[row, lane_column + accumulator_column(e)] = output[e].to(self.dtype)
+
+    @cute.jit
+    def _clear_rest(self, tensors: Globals):
+        """Rows behind the last packed sequence: O = 0, LSE = -inf; one (row, head) a thread."""
+        rows_begin = tensors.lengths.cu_seqlens_q[tensors.num_batches]
+        heads = tensors.mQ.shape[2]
+        todo = (tensors.mQ.shape[0] - rows_begin) * heads
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        threads = self.wgs * WARPGROUP_THREADS
+        thread = cute.arch.thread_idx()[0] - WARPGROUP_THREADS
+        for i in cutlass.range(block * threads + thread, todo, grid * threads, unroll=1):
+            row = rows_begin + i // heads
+            head = i % heads
+            tensors.mLSE[row, head] = Float32(sm.MINUS_INFINITY)
+            for column in cutlass.range(self.traits.head_dim_v, unroll=1):
+                tensors.mO_plain[row, column, head] = self.dtype(0.0)
 
 
 def _modes(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
@@ -611,11 +781,22 @@ def _flat(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout(cute.size(tensor)))
 
 
-def _first_row(tile: Tile, warpgroups: int, wg: Int32) -> Int32:
+def _first_row(work: Work, warpgroups: int, wg: Int32) -> Int32:
     """The first of this thread's two query rows (the other is 8 further)."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     in_group = thread // 32 * 16 + thread % 32 // 4
-    return (tile.block * warpgroups + wg) * ROWS + in_group
+    return (work.block * warpgroups + wg) * ROWS + in_group
+
+
+def _tma_pair(atom: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor):
+    """Both sides of a copy as TMA sees them: one mode a tile, then the rest."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(in_shared, 0, 2),
+        cute.group_modes(in_global, 0, 2),
+    )
 
 
 @cute.jit
@@ -624,10 +805,8 @@ def _load(atom, source, target, stage, ring: Ring, position: Int32, num_bytes: c
     ring.wait_empty(position)
     with cute.arch.elect_one():
         ring.expect(position, num_bytes)
-    tS, tG = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-    )
-    cute.copy(atom, tG, tS[None, stage], tma_bar_ptr=ring.full(position))
+    in_shared, in_global = _tma_pair(atom, target, source)
+    cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(position))
 
 
 @cute.jit
@@ -645,8 +824,3 @@ def _multiply(mma, accumulator, a, b, stage: Int32, clear: cutlass.Constexpr[boo
         mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
         cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
     warpgroup.commit_group()
-
-
-def default_scale(head_dim: int) -> float:
-    """1 / sqrt(D)."""
-    return 1.0 / math.sqrt(head_dim)

@@ -38,6 +38,8 @@ class Softmax:
     rescale: cute.Tensor
     """fp32 [2] in registers: what O is to be multiplied by after `update`."""
     lazy_log2: float
+    poly_every: int
+    """Every so-manyth exponential goes to the FMA units; 0 is none."""
 
     @cute.jit
     def reset(self):
@@ -75,7 +77,8 @@ class Softmax:
             if cutlass.const_expr(not first):
                 self.rescale[r] = ptx.exp2(ptx.fma(self.row_max[r], self.scale_log2, offset))
             self.row_max[r] = maximum
-            total = _exponentiate(scores, r, self.scale_log2, offset)
+            poly_every = 0 if first or may_hide else self.poly_every  # it has no -inf
+            total = self._exponentiate(scores, r, offset, poly_every)
             if cutlass.const_expr(self.lazy_log2 > 0):
                 # Never true, but only known when every exponential is: see `Forward._step`.
                 grown = grown | (total < 0.0)
@@ -86,6 +89,30 @@ class Softmax:
         if cutlass.const_expr(self.lazy_log2 <= 0):
             grown = Boolean(True)
         return grown
+
+    @cute.jit
+    def _exponentiate(
+        self,
+        scores: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        offset: Float32,
+        poly_every: cutlass.Constexpr[int],
+    ) -> Float32:
+        """scores = 2^(scale * scores + offset) in one row; returns this thread's sum, two chains."""
+        chains = [None, None]
+        count = 0
+        for e in cutlass.range_constexpr(cute.size(scores)):
+            if cutlass.const_expr(accumulator_row(e) == r):
+                power = ptx.fma(scores[e], self.scale_log2, offset)
+                if cutlass.const_expr(poly_every > 0 and count % max(poly_every, 1) == 0):
+                    probability = ptx.exp2_polynomial(power)
+                else:
+                    probability = ptx.exp2(power)
+                scores[e] = probability
+                c = count % 2
+                chains[c] = probability if chains[c] is None else chains[c] + probability
+                count += 1
+        return chains[0] + chains[1]
 
     @cute.jit
     def scale_output(self, output: cute.Tensor):
@@ -144,23 +171,6 @@ def _row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 
 
 @cute.jit
-def _exponentiate(
-    scores: cute.Tensor, r: cutlass.Constexpr[int], scale: Float32, offset: Float32
-) -> Float32:
-    """scores = 2^(scale * scores + offset) in one row; returns this thread's sum, in two chains."""
-    chains = [None, None]
-    count = 0
-    for e in cutlass.range_constexpr(cute.size(scores)):
-        if cutlass.const_expr(accumulator_row(e) == r):
-            probability = ptx.exp2(ptx.fma(scores[e], scale, offset))
-            scores[e] = probability
-            c = count % 2
-            chains[c] = probability if chains[c] is None else chains[c] + probability
-            count += 1
-    return chains[0] + chains[1]
-
-
-@cute.jit
 def soft_cap(scores: cute.Tensor, scale_over_cap: Float32):
     """scores = tanh(scores * scale / cap) = 1 - 2 / (e^(2 x) + 1); the cap itself joins the scale."""
     doubled = scale_over_cap * (2.0 * LOG2_E)
@@ -186,4 +196,4 @@ def any_lane(condition: Boolean) -> Boolean:
     return cute.arch.vote_any_sync(condition)
 
 
-__all__ = ["LN2", "LOG2_E", "Softmax", "any_lane", "pack_operand", "soft_cap"]
+__all__ = ["LN2", "LOG2_E", "MINUS_INFINITY", "Softmax", "any_lane", "pack_operand", "soft_cap"]
