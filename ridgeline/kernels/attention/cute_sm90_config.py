@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
+from ridgeline.kernels.attention.problem import AttentionProblem
 
 ROWS = 64
 """Query rows of a consumer warpgroup: the M of a WGMMA."""
@@ -28,7 +30,7 @@ class ForwardTraits:
     """What changes the forward's code: its compile key, with the tile config."""
 
     head_dim: int
-    """Of Q and K, as stored; a multiple of 16."""
+    """Of Q and K in shared memory, a multiple of 32; TMA pads smaller ones with zeros."""
     head_dim_v: int
     dtype: str
     """bfloat16 or float16."""
@@ -110,7 +112,97 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return "output_reuses_q needs head_dim_v <= head_dim"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
+    if config.poly_every < 0 or config.lazy_log2 < 0:
+        return "poly_every and lazy_log2 must not be negative"
+    if traits.varlen and not config.persistent:
+        return "packed sequences need a persistent schedule"
     have = registers(config, traits)[1]
     if (need := consumer_registers(config, traits)) > min(have, 255):
         return f"needs about {need} registers a thread, a consumer has {have}"
+    return None
+
+
+def padded(head_dim: int) -> int:
+    """The head dim of the tile that holds one: the next multiple of 32, from 192 on of 64."""
+    step = 32 if head_dim <= 192 else 64
+    return -(-head_dim // step) * step
+
+
+def forward_traits(problem: AttentionProblem) -> ForwardTraits:
+    """The compile key of a problem."""
+    bounded_right = problem.causal or problem.window_right is not None
+    return ForwardTraits(
+        head_dim=padded(problem.head_dim),
+        head_dim_v=padded(problem.head_dim_v),
+        dtype=problem.dtype,
+        has_left=problem.window_left is not None,
+        has_right=bounded_right,
+        softcap=problem.softcap > 0,
+        sinks=problem.sinks,
+        varlen=problem.varlen,
+        seqused=problem.seqused,
+    )
+
+
+def forward_config(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
+    """The tile for a problem: the widest key block that registers and shared memory hold."""
+    traits = forward_traits(problem)
+    for config in _candidates(traits):
+        if why_invalid(config, traits) is None:
+            return config
+    raise AssertionError(f"no forward tile for {traits}")  # `refuses` lets none of these through
+
+
+def _candidates(traits: ForwardTraits) -> list[ForwardConfig]:
+    """Tiles from best to least, by head dim; measured on an H200 (docs/log/attention_hopper.md)."""
+    widest = max(traits.head_dim, traits.head_dim_v)
+    if widest <= 64:
+        return [ForwardConfig(block_k=128, num_warpgroups=3)]
+    if widest <= 128:
+        return [ForwardConfig(block_k=128, num_warpgroups=2)]
+    reuse = traits.head_dim_v <= traits.head_dim
+    return [
+        ForwardConfig(block_k=block_k, num_warpgroups=2, output_reuses_q=reuse)
+        for block_k in (128, 112, 96, 80, 64)
+    ]
+
+
+def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
+    """Query heads whose keys and values stay in L2 together: a power of two; 1 where every tile of a
+    head is equally long and the order inside a head is all that matters."""
+    if not (problem.causal or problem.window_right is not None or problem.varlen):
+        return 1
+    dims = problem.head_dim + problem.head_dim_v
+    head_bytes = problem.seqlen_k * dims * itemsize_bytes(problem.dtype)
+    head_bytes = head_bytes * problem.kv_heads / max(1, problem.heads)
+    budget = 0.65 * arch.l2_bytes
+    section = 1
+    while section * 2 <= problem.batch * problem.heads and section * 2 * head_bytes <= budget:
+        section *= 2
+    return section
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    """Why this implementation does not take a problem, or None."""
+    if problem.direction != "fwd":
+        return "forward only so far"
+    unsupported = {
+        "dropout": problem.dropout,
+        "ALiBi": problem.alibi,
+        "a bias": problem.bias,
+        "a paged KV cache": problem.page_size is not None,
+        "score or mask functions": problem.mods,
+    }
+    for name in ("leftpad", "kv_batch_idx", "kv_cache"):
+        unsupported[name] = getattr(problem, name, False)
+    for what, present in unsupported.items():
+        if present:
+            return f"{what} is not supported"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if any(dim % 8 or not 8 <= dim <= 256 for dim in dims):
+        return f"head dims must be multiples of 8 up to 256, got {dims}"
+    if padded(problem.head_dim_v) > padded(problem.head_dim) > 128:
+        return f"head dim of V must not exceed Q's beyond 128, got {dims}"
+    if min(problem.batch, problem.seqlen_q, problem.seqlen_k) == 0:
+        return "empty problems are not supported"
     return None

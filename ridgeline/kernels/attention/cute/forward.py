@@ -574,6 +574,10 @@ class Forward:
         self._release_q(c, position, blocks.end - 1 == blocks.begin)
         self._masked_softmax(c, mask, blocks.end - 1, True)
         self._pack(c)
+        if cutlass.const_expr(self.traits.varlen or self.traits.seqused):
+            if blocks.end * self.config.block_k > mask.seqlen_k:
+                start = (blocks.end - 1) * self.config.block_k
+                self._clear_values(c, cutlass.max(mask.seqlen_k - start, 0), kv_position)
         for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
             kv_position += 1
             self._step(c, mask, blocks.end - 2 - i, blocks.begin, position, kv_position, True)
@@ -587,6 +591,22 @@ class Forward:
                 block = blocks.full_begin - 1 - i
                 self._step(c, mask, block, blocks.begin, position, kv_position, True)
         return kv_position
+
+    @cute.jit
+    def _clear_values(self, c: Consumer, first: Int32, kv_position: Int32):
+        """Zero V's rows from `first` on: behind a sequence may lie anything, and 0 * NaN is NaN.
+
+        Every warpgroup writes the same zeros for itself, before its own product reads them.
+        """
+        c.shared.v_ring.wait_full(kv_position)
+        dim, rows = self.traits.head_dim_v, self.config.block_k
+        sV = c.shared.sV[None, None, c.shared.v_ring.stage(kv_position)]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        for i in cutlass.range(thread, (rows - first) * dim, WARPGROUP_THREADS, unroll=1):
+            sV[i % dim, first + i // dim] = self.dtype(0.0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier = FIRST_EPILOGUE_BARRIER + c.wg
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
     @cute.jit
     def _step(
@@ -745,8 +765,9 @@ class Forward:
         lane_column = 2 * (cute.arch.lane_idx() % 4)
         for e in cutlass.range_constexpr(cute.size(output)):
             row = first + 8 * accumulator_row(e)
-            if row < work.extent.seqlen_q:
-                mO[row, lane_column + accumulator_column(e)] = output[e].to(self.dtype)
+            column = lane_column + accumulator_column(e)
+            if (row < work.extent.seqlen_q) & (column < mO.shape[1]):
+                mO[row, column] = output[e].to(self.dtype)
 
     @cute.jit
     def _clear_rest(self, tensors: Globals):
@@ -762,7 +783,7 @@ class Forward:
             row = rows_begin + i // heads
             head = i % heads
             tensors.mLSE[row, head] = Float32(sm.MINUS_INFINITY)
-            for column in cutlass.range(self.traits.head_dim_v, unroll=1):
+            for column in cutlass.range(tensors.mO_plain.shape[1], unroll=1):
                 tensors.mO_plain[row, column, head] = self.dtype(0.0)
 
 

@@ -131,11 +131,13 @@ def trace(traits: ForwardTraits, config: ForwardConfig) -> Any:
 
 
 def _fake_tensors(traits: ForwardTraits) -> list[Any]:
-    """Shapes and strides of the arguments: dynamic but for the head dims and the last stride."""
+    """Shapes and strides of the arguments: dynamic but for the last stride."""
     dtype = DTYPES[traits.dtype]
     b, s, t, h, g, entries = (cute.sym_int32() for _ in range(6))
 
-    def tokens(length: Any, heads: Any, dim: int) -> Any:
+    dim_qk, dim_v = (cute.sym_int32(divisibility=8) for _ in range(2))
+
+    def tokens(length: Any, heads: Any, dim: Any) -> Any:
         shape = (length, heads, dim) if traits.varlen else (b, length, heads, dim)
         strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
@@ -146,10 +148,10 @@ def _fake_tensors(traits: ForwardTraits) -> list[Any]:
     lse_shape = (h, s) if traits.varlen else (b, h, s)
     lse_strides = [cute.sym_int64() for _ in lse_shape[1:]]
     return [
-        tokens(s, h, traits.head_dim),
-        tokens(t, g, traits.head_dim),
-        tokens(t, g, traits.head_dim_v),
-        tokens(s, h, traits.head_dim_v),
+        tokens(s, h, dim_qk),
+        tokens(t, g, dim_qk),
+        tokens(t, g, dim_v),
+        tokens(s, h, dim_v),
         make_fake_tensor(Float32, lse_shape, (*lse_strides, 1), assumed_align=4),
         vector(Float32, h, traits.sinks),
         vector(Int32, entries, traits.varlen),
