@@ -64,6 +64,8 @@ class ForwardConfig:
     """O leaves through Q's shared memory."""
     persistent: bool = True
     """Blocks of threads take tiles from a queue instead of one each."""
+    lookahead: bool = False
+    """Two S tiles: the next block's scores are computed during this block's softmax."""
     poly_every: int = 0
     """Every so-manyth exponential is a polynomial on the FMA units instead of MUFU; 0 is none."""
 
@@ -88,7 +90,8 @@ def consumer_registers(config: ForwardConfig, traits: ForwardTraits) -> int:
     threads = 128
     scores = ROWS * config.block_k // threads
     output = ROWS * traits.head_dim_v // threads
-    return scores + scores // 2 + output + RESERVED_REGISTERS
+    tiles = 2 if config.lookahead else 1
+    return tiles * scores + scores // 2 + output + RESERVED_REGISTERS
 
 
 def registers(config: ForwardConfig, traits: ForwardTraits) -> tuple[int, int]:
@@ -112,6 +115,8 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return "output_reuses_q needs head_dim_v <= head_dim"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
+    if config.lookahead and config.ping_pong:
+        return "lookahead keeps the tensor cores busy without turns; set ping_pong=False"
     if config.poly_every < 0 or config.lazy_log2 < 0:
         return "poly_every and lazy_log2 must not be negative"
     if traits.varlen and not config.persistent:

@@ -25,14 +25,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute import softmax as sm
 from ridgeline.kernels.attention.cute.blocks import BlockRange, block_range
+from ridgeline.kernels.attention.cute.mainloop import (
+    DTYPES,
+    Consumer,
+    flat,
+    group_barrier,
+    make_mainloop,
+    release,
+)
 from ridgeline.kernels.attention.cute.mask import Mask, accumulator_column, accumulator_row
-from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring, Turns
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.scheduler import (
     NONE,
     RECORD_WORDS,
@@ -51,9 +59,6 @@ from ridgeline.kernels.attention.cute_sm90_config import (
     rows_per_block,
 )
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16}
-FIRST_TURN_BARRIER = 1
-FIRST_EPILOGUE_BARRIER = 4
 QUEUE_STAGES = 2
 
 
@@ -120,31 +125,6 @@ class Shared:
     queue: WorkQueue
 
 
-@dataclass(frozen=True)
-class Registers:
-    """A consumer thread's tiles, and descriptors of its operands in shared memory."""
-
-    S: cute.Tensor
-    O: cute.Tensor
-    P: cute.Tensor
-    tQ: cute.Tensor
-    tK: cute.Tensor
-    tV: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """What a consumer warpgroup works with in every tile."""
-
-    shared: Shared
-    registers: Registers
-    softmax: sm.Softmax
-    q_ring: Ring
-    wg: Int32
-    capped_scale: Float32
-    """softmax_scale / softcap."""
-
-
 class Forward:
     """The kernel for one (traits, config); `__call__` is the host function that is compiled."""
 
@@ -154,7 +134,7 @@ class Forward:
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.threads = WARPGROUP_THREADS * (self.wgs + 1)
-        self.turns = Turns(FIRST_TURN_BARRIER, self.wgs if config.ping_pong else 1)
+        self.mainloop = make_mainloop(traits, config)
 
     # ---- host -----------------------------------------------------------------------------------
     @cute.jit
@@ -252,29 +232,6 @@ class Forward:
             num_batches=tensors.num_batches,
             heads_per_section=scalars.heads_per_section,
         )
-
-    # ---- the products ---------------------------------------------------------------------------
-    def _mma_qk(self) -> cute.TiledMma:
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype,
-            Float32,
-            (ROWS, self.config.block_k, 16),
-            warpgroup.OperandSource.SMEM,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-        )
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-    def _mma_pv(self) -> cute.TiledMma:
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype,
-            Float32,
-            (ROWS, self.traits.head_dim_v, 16),
-            warpgroup.OperandSource.RMEM,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.MN,
-        )
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
 
     # ---- device ---------------------------------------------------------------------------------
     @cute.kernel
@@ -425,9 +382,7 @@ class Forward:
     @cute.jit
     def _load_q(self, tensors: Globals, shared: Shared, work: Work, wg, position: Int32):
         ring = Ring(shared.q_barriers + 2 * wg, 1)
-        mQ = tokens_of(
-            tensors.mQ, work.head, work.batch, work.extent.offset_q, self.traits.varlen
-        )
+        mQ = tokens_of(tensors.mQ, work.head, work.batch, work.extent.offset_q, self.traits.varlen)
         tile = (ROWS, self.traits.head_dim)
         gQ = cute.local_tile(mQ, tile, (work.block * self.wgs + wg, 0))
         num_bytes = ROWS * self.traits.head_dim * self.dtype.width // 8
@@ -458,40 +413,38 @@ class Forward:
     # ---- consumers ------------------------------------------------------------------------------
     @cute.jit
     def _consume(self, tensors: Globals, scalars: Scalars, shared: Shared, wg: Int32):
-        consumer = Consumer(
-            shared=shared,
-            registers=self._registers(shared, wg),
-            softmax=self._softmax(scalars),
-            q_ring=Ring(shared.q_barriers + 2 * wg, 1),
-            wg=wg,
-            capped_scale=scalars.softmax_scale / scalars.softcap
-            if self.traits.softcap
-            else Float32(0.0),
+
+        q_ring = Ring(shared.q_barriers + 2 * wg, 1)
+        consumer = self.mainloop.consumer(
+            shared.sQ[None, None, wg],
+            shared.sK,
+            shared.sV,
+            (q_ring, shared.k_ring, shared.v_ring),
+            scalars.softmax_scale,
+            scalars.softcap,
+            wg,
         )
         kv_position, position = Int32(0), Int32(0)
-        self.turns.start(wg)
+        self.mainloop.turns.start(wg)
         work = shared.queue.take(position)
-        self._first_product(consumer, work.block != NONE, position, kv_position)
+        self.mainloop.first_product(consumer, work.block != NONE, position, kv_position)
         while work.block != NONE:
-            blocks = self._blocks(scalars, work)
-            mask = self._mask(scalars, work, wg)
-            kv_position = self._blocks_but_last_product(
-                consumer, mask, blocks, position, kv_position
-            )
+            blocks, mask = self._blocks(scalars, work), self._mask(scalars, work, wg)
+            kv_position = self.mainloop.walk(consumer, mask, blocks, position, kv_position)
             following = shared.queue.take(position + 1)
             more = following.block != NONE
             shared.v_ring.wait_full(kv_position)
-            self._issue_pv(consumer, kv_position)
+            self.mainloop.issue_pv(consumer, kv_position)
             if cutlass.const_expr(self.config.output_reuses_q):
                 warpgroup.wait_group(0)
-                _release(shared.v_ring, kv_position)
-                self._epilogue(tensors, consumer, work, position)
-                self._first_product(consumer, more, position + 1, kv_position + 1)
+                release(shared.v_ring, kv_position)
+                self._epilogue(tensors, shared, consumer, work, position)
+                self.mainloop.first_product(consumer, more, position + 1, kv_position + 1)
             else:
-                self._first_product(consumer, more, position + 1, kv_position + 1)
+                self.mainloop.first_product(consumer, more, position + 1, kv_position + 1)
                 warpgroup.wait_group(1)
-                _release(shared.v_ring, kv_position)
-                self._epilogue(tensors, consumer, work, position)
+                release(shared.v_ring, kv_position)
+                self._epilogue(tensors, shared, consumer, work, position)
             work = following
             kv_position += 1
             position += 1
@@ -500,35 +453,6 @@ class Forward:
             self._clear_rest(tensors)
         # The last store must have read shared memory before the block goes away.
         cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def _registers(self, shared: Shared, wg: Int32) -> Registers:
-        mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
-        thread_qk, thread_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        block_k, dim_v = self.config.block_k, self.traits.head_dim_v
-        return Registers(
-            S=cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, block_k)), Float32),
-            O=cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, dim_v)), Float32),
-            P=cute.make_rmem_tensor(mma_pv.partition_shape_A((ROWS, block_k)), self.dtype),
-            tQ=mma_qk.make_fragment_A(thread_qk.partition_A(shared.sQ[None, None, wg])),
-            tK=mma_qk.make_fragment_B(thread_qk.partition_B(shared.sK)),
-            tV=mma_pv.make_fragment_B(thread_pv.partition_B(shared.sV)),
-        )
-
-    @cute.jit
-    def _softmax(self, scalars: Scalars) -> sm.Softmax:
-        scale_log2 = scalars.softmax_scale * sm.LOG2_E
-        if cutlass.const_expr(self.traits.softcap):
-            scale_log2 = scalars.softcap * sm.LOG2_E
-        pair = cute.make_layout(2)
-        return sm.Softmax(
-            scale_log2=scale_log2,
-            row_max=cute.make_rmem_tensor(pair, Float32),
-            row_sum=cute.make_rmem_tensor(pair, Float32),
-            rescale=cute.make_rmem_tensor(pair, Float32),
-            lazy_log2=self.config.lazy_log2,
-            poly_every=self.config.poly_every,
-        )
 
     @cute.jit
     def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> Mask:
@@ -541,155 +465,25 @@ class Forward:
             right=scalars.window_right if self.traits.has_right else None,
         )
 
-    @cute.jit
-    def _first_product(self, c: Consumer, wanted, position: Int32, kv_position: Int32):
-        """Issue S of a tile's rightmost block. Without such a tile it is issued all the same, on
-        whatever the stage holds, and never read: a branch around it would end the overlap."""
-        if wanted:
-            c.q_ring.wait_full(position)
-            c.shared.k_ring.wait_full(kv_position)
-        self._issue_qk(c, kv_position)
-
-    @cute.jit
-    def _issue_qk(self, c: Consumer, position: Int32):
-        r, stage = c.registers, c.shared.k_ring.stage(position)
-        _multiply(self._mma_qk(), r.S, r.tQ, r.tK, stage, True)
-
-    @cute.jit
-    def _issue_pv(self, c: Consumer, position: Int32):
-        r, stage = c.registers, c.shared.v_ring.stage(position)
-        _multiply(self._mma_pv(), r.O, r.P, r.tV, stage, False)
-
-    @cute.jit
-    def _blocks_but_last_product(
-        self, c: Consumer, mask: Mask, blocks: BlockRange, position: Int32, kv_position: Int32
-    ) -> Int32:
-        """All blocks of a tile whose first S is under way, up to the P of the last block.
-
-        Returns that block's ring position: its P V is still to be issued.
-        """
-        c.registers.O.fill(0.0)
-        warpgroup.wait_group(0)
-        _release(c.shared.k_ring, kv_position)
-        self._release_q(c, position, blocks.end - 1 == blocks.begin)
-        self._masked_softmax(c, mask, blocks.end - 1, True)
-        self._pack(c)
-        if cutlass.const_expr(self.traits.varlen or self.traits.seqused):
-            if blocks.end * self.config.block_k > mask.seqlen_k:
-                start = (blocks.end - 1) * self.config.block_k
-                self._clear_values(c, cutlass.max(mask.seqlen_k - start, 0), kv_position)
-        for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
-            kv_position += 1
-            self._step(c, mask, blocks.end - 2 - i, blocks.begin, position, kv_position, True)
-        for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
-            kv_position += 1
-            block = blocks.full_end - 1 - i
-            self._step(c, mask, block, blocks.begin, position, kv_position, False)
-        if cutlass.const_expr(self.traits.has_left):
-            for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
-                kv_position += 1
-                block = blocks.full_begin - 1 - i
-                self._step(c, mask, block, blocks.begin, position, kv_position, True)
-        return kv_position
-
-    @cute.jit
-    def _clear_values(self, c: Consumer, first: Int32, kv_position: Int32):
-        """Zero V's rows from `first` on: behind a sequence may lie anything, and 0 * NaN is NaN.
-
-        Every warpgroup writes the same zeros for itself, before its own product reads them.
-        """
-        c.shared.v_ring.wait_full(kv_position)
-        dim, rows = self.traits.head_dim_v, self.config.block_k
-        sV = c.shared.sV[None, None, c.shared.v_ring.stage(kv_position)]
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        for i in cutlass.range(thread, (rows - first) * dim, WARPGROUP_THREADS, unroll=1):
-            sV[i % dim, first + i // dim] = self.dtype(0.0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = FIRST_EPILOGUE_BARRIER + c.wg
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
-
-    @cute.jit
-    def _step(
-        self,
-        c: Consumer,
-        mask: Mask,
-        block: Int32,
-        last_block: Int32,
-        position: Int32,
-        kv_position: Int32,
-        masked: cutlass.Constexpr[bool],
-    ):
-        """One block: S of this block and O of the one before go to the tensor cores together."""
-        c.shared.k_ring.wait_full(kv_position)
-        self.turns.wait(c.wg)
-        self._issue_qk(c, kv_position)
-        c.shared.v_ring.wait_full(kv_position - 1)
-        self._issue_pv(c, kv_position - 1)
-        self.turns.give(c.wg)
-        warpgroup.wait_group(1)
-        _release(c.shared.k_ring, kv_position)
-        self._release_q(c, position, block == last_block)
-        output = _flat(c.registers.O)
-        if cutlass.const_expr(masked):
-            grown = self._masked_softmax(c, mask, block, False)
-        else:
-            scores = _flat(c.registers.S)
-            if cutlass.const_expr(self.traits.softcap):
-                sm.soft_cap(scores, c.capped_scale)
-            grown = c.softmax.update(scores, False, False)
-        if cutlass.const_expr(self.config.lazy_log2 > 0):
-            # The wait stands behind a branch on the finished softmax, or ptxas moves it up in
-            # front of the exponentials, which then no longer run beside the second product.
-            if sm.any_lane(grown):
-                warpgroup.wait_group(0)
-                c.softmax.scale_output(output)
-            else:
-                warpgroup.wait_group(0)
-        else:
-            warpgroup.wait_group(0)
-            c.softmax.scale_output(output)
-        _release(c.shared.v_ring, kv_position - 1)
-        self._pack(c)
-
-    @cute.jit
-    def _masked_softmax(self, c: Consumer, mask: Mask, block: Int32, first: cutlass.Constexpr[bool]):
-        scores = _flat(c.registers.S)
-        if cutlass.const_expr(self.traits.softcap):
-            sm.soft_cap(scores, c.capped_scale)
-        mask.apply(scores, block * self.config.block_k)
-        return c.softmax.update(scores, first, True)
-
-    @cute.jit
-    def _pack(self, c: Consumer):
-        operand = _flat(cute.recast_tensor(c.registers.P, Int32))
-        sm.pack_operand(_flat(c.registers.S), operand, self.dtype)
-
-    @cute.jit
-    def _release_q(self, c: Consumer, position: Int32, is_last):
-        """After the tile's last S: the next tile's Q may come in, unless O is to leave through it."""
-        if cutlass.const_expr(not self.config.output_reuses_q):
-            if is_last & (cute.arch.lane_idx() == 0):
-                c.q_ring.release(position)
-
     # ---- epilogue -------------------------------------------------------------------------------
     @cute.jit
-    def _epilogue(self, tensors: Globals, c: Consumer, work: Work, position: Int32):
+    def _epilogue(self, tensors: Globals, shared: Shared, c: Consumer, work: Work, position: Int32):
         """Normalise, O to shared memory and out by TMA, LSE straight to global memory."""
         sink = Float32(0.0)
         if cutlass.const_expr(self.traits.sinks):
             sink = tensors.mSinks[work.head]
-        output = _flat(c.registers.O)
+        output = flat(c.O)
         c.softmax.finish(output, sink, self.traits.sinks)
         self._store_lse(tensors, c, work)
         if cutlass.const_expr(self.traits.varlen):
             rows_end = (work.block * self.wgs + c.wg + 1) * ROWS
             if rows_end <= work.extent.seqlen_q:
-                self._store_tile(tensors, c, work, position)
+                self._store_tile(tensors, shared, c, work, position)
             else:
                 # TMA clips at the tensor's end, not at the sequence's.
                 self._store_rows(tensors, c, work, position)
         else:
-            self._store_tile(tensors, c, work, position)
+            self._store_tile(tensors, shared, c, work, position)
 
     @cute.jit
     def _store_lse(self, tensors: Globals, c: Consumer, work: Work):
@@ -703,19 +497,20 @@ class Forward:
                     tensors.mLSE[row + 8 * r, work.head, work.batch] = c.softmax.row_sum[r]
 
     @cute.jit
-    def _store_tile(self, tensors: Globals, c: Consumer, work: Work, position: Int32):
+    def _store_tile(
+        self, tensors: Globals, shared: Shared, c: Consumer, work: Work, position: Int32
+    ):
         """A warpgroup's whole O tile through its shared memory and out by TMA."""
-        barrier = FIRST_EPILOGUE_BARRIER + c.wg
         if cutlass.const_expr(not self.config.output_reuses_q):
             # The previous tile's O must have left this warpgroup's shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         # And, where O goes through Q's memory, every warp must be done reading Q.
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
-        sO = self._output_tile(c)
+        group_barrier(c.wg)
+        sO = self._output_tile(shared, c.wg)
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        self._to_shared(c.registers.O, sO, thread)
+        self._to_shared(c.O, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        group_barrier(c.wg)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             mO = tokens_of(
                 tensors.mO, work.head, work.batch, work.extent.offset_q, self.traits.varlen
@@ -729,24 +524,23 @@ class Forward:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    c.q_ring.release(position)
+                    c.operands.q_ring.release(position)
 
     @cute.jit
-    def _output_tile(self, c: Consumer) -> cute.Tensor:
+    def _output_tile(self, shared: Shared, wg: Int32) -> cute.Tensor:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
             layout = _one(self._row_layout(ROWS, self.traits.head_dim_v, 1))
-            sQ = c.shared.sQ[None, None, c.wg]
-            return cute.make_tensor(sQ.iterator, layout.outer)
-        return c.shared.sO[None, None, c.wg]
+            return cute.make_tensor(shared.sQ[None, None, wg].iterator, layout.outer)
+        return shared.sO[None, None, wg]
 
     @cute.jit
     def _to_shared(self, output: cute.Tensor, sO: cute.Tensor, thread: Int32):
         """O in 16 bits to its swizzled tile, four 8x8 matrices an instruction."""
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self._mma_pv()).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, self.mainloop.products.pv()).get_slice(thread)
         narrow = cute.make_rmem_tensor(output.shape, self.dtype)
-        sm.pack_operand(_flat(output), _flat(cute.recast_tensor(narrow, Int32)), self.dtype)
+        sm.pack_operand(flat(output), flat(cute.recast_tensor(narrow, Int32)), self.dtype)
         cute.copy(atom, copy.retile(narrow), copy.partition_D(sO))
 
     @cute.jit
@@ -754,14 +548,11 @@ class Forward:
         """The last tile of a packed sequence, row by row from registers."""
         if cutlass.const_expr(self.config.output_reuses_q):
             # Every warp of the group must be done reading Q before one gives it back.
-            barrier = FIRST_EPILOGUE_BARRIER + c.wg
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+            group_barrier(c.wg)
             if cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0:
-                c.q_ring.release(position)
-        mO = cute.domain_offset(
-            (work.extent.offset_q, 0), tensors.mO_plain[None, None, work.head]
-        )
-        output, first = _flat(c.registers.O), _first_row(work, self.wgs, c.wg)
+                c.operands.q_ring.release(position)
+        mO = cute.domain_offset((work.extent.offset_q, 0), tensors.mO_plain[None, None, work.head])
+        output, first = flat(c.O), _first_row(work, self.wgs, c.wg)
         lane_column = 2 * (cute.arch.lane_idx() % 4)
         for e in cutlass.range_constexpr(cute.size(output)):
             row = first + 8 * accumulator_row(e)
@@ -797,11 +588,6 @@ def _one(layout: Any):
     return cute.slice_(layout, (None, None, 0))
 
 
-def _flat(tensor: cute.Tensor) -> cute.Tensor:
-    """A register tensor as one mode, in register order."""
-    return cute.make_tensor(tensor.iterator, cute.make_layout(cute.size(tensor)))
-
-
 def _first_row(work: Work, warpgroups: int, wg: Int32) -> Int32:
     """The first of this thread's two query rows (the other is 8 further)."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
@@ -821,27 +607,12 @@ def _tma_pair(atom: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tenso
 
 
 @cute.jit
-def _load(atom, source, target, stage, ring: Ring, position: Int32, num_bytes: cutlass.Constexpr[int]):
+def _load(
+    atom, source, target, stage, ring: Ring, position: Int32, num_bytes: cutlass.Constexpr[int]
+):
     """One TMA tile into a stage, when its previous use has been released."""
     ring.wait_empty(position)
     with cute.arch.elect_one():
         ring.expect(position, num_bytes)
     in_shared, in_global = _tma_pair(atom, target, source)
     cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(position))
-
-
-@cute.jit
-def _release(ring: Ring, position: Int32):
-    """One arrival a warp."""
-    if cute.arch.lane_idx() == 0:
-        ring.release(position)
-
-
-@cute.jit
-def _multiply(mma, accumulator, a, b, stage: Int32, clear: cutlass.Constexpr[bool]):
-    """Issue accumulator (+)= a b for one block, asynchronously, as one group."""
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
-        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
-    warpgroup.commit_group()

@@ -30,7 +30,8 @@ from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream, make_
 from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path
-from ridgeline.kernels.attention.cute.forward import DTYPES, Forward
+from ridgeline.kernels.attention.cute.forward import Forward
+from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
 
 ARCHITECTURE = "sm_90a"

@@ -48,57 +48,71 @@ class Softmax:
             self.row_sum[r] = Float32(0.0)
 
     @cute.jit
-    def update(
-        self,
-        scores: cute.Tensor,
-        first: cutlass.Constexpr[bool],
-        may_hide: cutlass.Constexpr[bool],
-    ) -> Boolean:
-        """Replace scores by P and fold them into maximum and sum; true if O must be rescaled.
+    def start(self, scores: cute.Tensor):
+        """The first block of a tile: its maximum becomes the shift, scores become P."""
+        for r in cutlass.range_constexpr(2):
+            maximum = _quad(_row_max(scores, r), cute.arch.fmax)
+            self.row_max[r] = maximum
+            self.row_sum[r] = self._exponentiate(scores, r, _shift(maximum, True), 0)
 
-        first: nothing was seen yet. may_hide: a row may have only -inf so far.
+    @cute.jit
+    def update(self, scores: cute.Tensor, may_hide: cutlass.Constexpr[bool]) -> Boolean:
+        """Replace scores by P and fold them into maximum and sum; true in a whole warp if its rows
+        of O must be multiplied by `rescale`.
+
+        may_hide: a row may have only -inf so far.
+        """
+        if cutlass.const_expr(self.lazy_log2 > 0):
+            grown = self._grow_if_needed(scores)
+        else:
+            self._grow(scores)
+            grown = Boolean(True)
+        for r in cutlass.range_constexpr(2):
+            poly_every = 0 if may_hide else self.poly_every  # a polynomial has no -inf
+            shift = _shift(self.row_max[r], may_hide)
+            total = self._exponentiate(scores, r, shift, poly_every)
+            # Never true, but only known when every exponential is: see `pinned_wait`.
+            grown = grown | (total < 0.0)
+            self.row_sum[r] = self.row_sum[r] + total
+        return any_lane(grown)
+
+    @cute.jit
+    def _grow_if_needed(self, scores: cute.Tensor) -> Boolean:
+        """Raise the shift of a warp's rows if one of its scores outgrew it, else touch nothing.
+
+        A lane looks at its own columns only: the row's maximum over four lanes, with its shuffles,
+        is needed only in the rare case.
         """
         grown = Boolean(False)
         for r in cutlass.range_constexpr(2):
-            maximum = _row_max(scores, r)
-            if cutlass.const_expr(not first):
-                maximum = cute.arch.fmax(maximum, self.row_max[r])
-            maximum = _quad(maximum, cute.arch.fmax)
-            if cutlass.const_expr(not first):
-                if cutlass.const_expr(self.lazy_log2 > 0):
-                    growth = (maximum - self.row_max[r]) * self.scale_log2
-                    grows = growth > self.lazy_log2
-                    maximum = cutlass.select_(grows, maximum, self.row_max[r])
-                    grown = grown | grows
-            shift = maximum
-            if cutlass.const_expr(first or may_hide):
-                shift = cutlass.select_(maximum == MINUS_INFINITY, Float32(0.0), maximum)
-            offset = -shift * self.scale_log2
-            if cutlass.const_expr(not first):
-                self.rescale[r] = ptx.exp2(ptx.fma(self.row_max[r], self.scale_log2, offset))
-            self.row_max[r] = maximum
-            poly_every = 0 if first or may_hide else self.poly_every  # it has no -inf
-            total = self._exponentiate(scores, r, offset, poly_every)
-            if cutlass.const_expr(self.lazy_log2 > 0):
-                # Never true, but only known when every exponential is: see `Forward._step`.
-                grown = grown | (total < 0.0)
-            if cutlass.const_expr(first):
-                self.row_sum[r] = total
-            else:
-                self.row_sum[r] = ptx.fma(self.row_sum[r], self.rescale[r], total)
-        if cutlass.const_expr(self.lazy_log2 <= 0):
-            grown = Boolean(True)
+            growth = (_row_max(scores, r) - self.row_max[r]) * self.scale_log2
+            grown = grown | (growth > self.lazy_log2)
+        grown = any_lane(grown)
+        if grown:
+            self._grow(scores)
         return grown
+
+    @cute.jit
+    def _grow(self, scores: cute.Tensor):
+        """Shift by the true maximum from now on; `rescale` is what older sums and O shrink by."""
+        for r in cutlass.range_constexpr(2):
+            maximum = cute.arch.fmax(_row_max(scores, r), self.row_max[r])
+            maximum = _quad(maximum, cute.arch.fmax)
+            fallen = self.row_max[r] - _shift(maximum, True)  # -inf - 0 while nothing was seen
+            self.rescale[r] = ptx.exp2(fallen * self.scale_log2)
+            self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+            self.row_max[r] = maximum
 
     @cute.jit
     def _exponentiate(
         self,
         scores: cute.Tensor,
         r: cutlass.Constexpr[int],
-        offset: Float32,
+        shift: Float32,
         poly_every: cutlass.Constexpr[int],
     ) -> Float32:
-        """scores = 2^(scale * scores + offset) in one row; returns this thread's sum, two chains."""
+        """scores = 2^(scale * (scores - shift)) in one row; returns this thread's sum, two chains."""
+        offset = -shift * self.scale_log2
         chains = [None, None]
         count = 0
         for e in cutlass.range_constexpr(cute.size(scores)):
@@ -147,6 +161,13 @@ class Softmax:
 
 def _add(a: Float32, b: Float32) -> Float32:
     return a + b
+
+
+def _shift(maximum: Float32, may_hide: bool) -> Float32:
+    """What to subtract from a row's scores; 0 where all are -inf (-inf - -inf is NaN)."""
+    if may_hide:
+        return cutlass.select_(maximum == MINUS_INFINITY, Float32(0.0), maximum)
+    return maximum
 
 
 @cute.jit
