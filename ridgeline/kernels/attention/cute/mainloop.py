@@ -296,43 +296,66 @@ class Mainloop:
 
 
 class LookaheadMainloop(Mainloop):
-    """Two S tiles: the scores of the next block are computed during the softmax of this one."""
+    """Two S tiles: the scores of the next block are computed during the softmax of this one.
+
+    Between steps exactly one product is under way, S of the next block: ptxas gives up overlapping
+    products (and serialises all of them) where paths with different products pending meet.
+    """
 
     @cute.jit
     def walk(
         self, c: Consumer, mask: Mask, blocks: BlockRange, position: Int32, kv_position: Int32
     ) -> Int32:
-        """As in `Mainloop`; blocks go in pairs, one for each S tile, then one or two are left."""
+        """As in `Mainloop`: a first step, pairs of steps, one for each S tile, and a last one."""
         c.O.fill(0.0)
-        c.softmax.reset()
-        count = blocks.end - blocks.begin
-        pairs = (count - 1) // 2
-        masked_pairs = cutlass.min((blocks.end - blocks.full_end + 1) // 2, pairs)
-        full_pairs = pairs
-        if cutlass.const_expr(self.traits.has_left):
-            full_pairs = cutlass.max((blocks.end - blocks.full_begin) // 2, masked_pairs)
-            full_pairs = cutlass.min(full_pairs, pairs)
         warpgroup.wait_group(0)
+        release(c.operands.k_ring, kv_position)
+        count = blocks.end - blocks.begin
+        if count > 1:
+            c.operands.k_ring.wait_full(kv_position + 1)
+        self.issue_qk(c, c.S_next, kv_position + 1)  # never read where there is no such block
+        scores = flat(c.S)
+        if cutlass.const_expr(self.traits.softcap):
+            sm.soft_cap(scores, c.capped_scale)
+        mask.apply(scores, (blocks.end - 1) * self.config.block_k)
+        c.softmax.start(scores)
+        self.pack(c, c.S)
         self.clear_values(c, mask, blocks, kv_position)
-        first = kv_position
-        block = blocks.end - 1
-        for i in cutlass.range(masked_pairs, unroll=1):
-            self._pair(c, mask, block - 2 * i, kv_position + 2 * i, i == 0, True)
-        for i in cutlass.range(masked_pairs, full_pairs, unroll=1):
-            self._pair(c, mask, block - 2 * i, kv_position + 2 * i, Boolean(False), False)
+        if count > 1:
+            self._rest(c, mask, blocks, count, kv_position)
+        else:
+            warpgroup.wait_group(0)
+        self.release_q(c, position, Boolean(True))
+        return kv_position + count - 1
+
+    @cute.jit
+    def _rest(self, c: Consumer, mask: Mask, blocks: BlockRange, count: Int32, kv_position: Int32):
+        """Everything behind the first block, whose P is packed; S of the second is under way."""
+        pairs = (count - 2) // 2
+        masked = cutlass.min((blocks.end - blocks.full_end) // 2, pairs)
+        full = pairs
         if cutlass.const_expr(self.traits.has_left):
-            for i in cutlass.range(full_pairs, pairs, unroll=1):
-                self._pair(c, mask, block - 2 * i, kv_position + 2 * i, Boolean(False), True)
+            full = cutlass.max((blocks.end - 1 - blocks.full_begin) // 2, masked)
+            full = cutlass.min(full, pairs)
+        block, position = blocks.end - 2, kv_position + 1
+        for i in cutlass.range(masked, unroll=1):
+            self._pair(c, mask, block - 2 * i, position + 2 * i, True)
+        for i in cutlass.range(masked, full, unroll=1):
+            self._pair(c, mask, block - 2 * i, position + 2 * i, False)
+        if cutlass.const_expr(self.traits.has_left):
+            for i in cutlass.range(full, pairs, unroll=1):
+                self._pair(c, mask, block - 2 * i, position + 2 * i, True)
         block -= 2 * pairs
-        kv_position += 2 * pairs
-        if count - 2 * pairs == 2:
-            self._step(c, c.S, c.S_next, mask, block, kv_position, kv_position == first, True)
-            warpgroup.wait_group(1)
-            flat(c.S).store(flat(c.S_next).load())
+        position += 2 * pairs
+        if count - 2 - 2 * pairs == 1:
+            self._step(c, c.S_next, c.S, mask, block, position, True)
+            warpgroup.wait_group(0)
             block -= 1
-            kv_position += 1
-        self._last_step(c, mask, block, position, kv_position, kv_position == first)
-        return kv_position
+            position += 1
+        else:
+            warpgroup.wait_group(0)
+            flat(c.S).store(flat(c.S_next).load())
+        self._last_step(c, mask, block, position)
 
     @cute.jit
     def _pair(
@@ -341,11 +364,10 @@ class LookaheadMainloop(Mainloop):
         mask: Mask,
         block: Int32,
         kv_position: Int32,
-        is_first,
         masked: cutlass.Constexpr[bool],
     ):
-        self._step(c, c.S, c.S_next, mask, block, kv_position, is_first, masked)
-        self._step(c, c.S_next, c.S, mask, block - 1, kv_position + 1, Boolean(False), masked)
+        self._step(c, c.S_next, c.S, mask, block, kv_position, masked)
+        self._step(c, c.S, c.S_next, mask, block - 1, kv_position + 1, masked)
 
     @cute.jit
     def _step(
@@ -356,34 +378,29 @@ class LookaheadMainloop(Mainloop):
         mask: Mask,
         block: Int32,
         kv_position: Int32,
-        is_first,
         masked: cutlass.Constexpr[bool],
     ):
-        """One block that has another behind it. On entry S(s) and O += P(s-1) V are under way."""
+        """One block that has another behind it; on entry its S is under way."""
+        c.operands.v_ring.wait_full(kv_position - 1)
+        self.issue_pv(c, kv_position - 1)
         c.operands.k_ring.wait_full(kv_position + 1)
         self.issue_qk(c, S_next, kv_position + 1)
-        self.turns.give(c.wg)
         warpgroup.wait_group(2)
         release(c.operands.k_ring, kv_position)
         rescale = self.softmax(c, S, mask, block, masked)
         self.pinned_wait(c, rescale, 1)
-        _release_if(c.operands.v_ring, kv_position - 1, is_first)
+        release(c.operands.v_ring, kv_position - 1)
         self.pack(c, S)
-        c.operands.v_ring.wait_full(kv_position)
-        self.turns.wait(c.wg)
-        self.issue_pv(c, kv_position)
 
     @cute.jit
-    def _last_step(
-        self, c: Consumer, mask: Mask, block: Int32, position: Int32, kv_position: Int32, is_first
-    ):
-        """The leftmost block: no further S of this tile."""
-        warpgroup.wait_group(1)
+    def _last_step(self, c: Consumer, mask: Mask, block: Int32, kv_position: Int32):
+        """The leftmost block, whose S is there."""
         release(c.operands.k_ring, kv_position)
-        self.release_q(c, position, Boolean(True))
+        c.operands.v_ring.wait_full(kv_position - 1)
+        self.issue_pv(c, kv_position - 1)
         rescale = self.softmax(c, c.S, mask, block, True)
         self.pinned_wait(c, rescale, 0)
-        _release_if(c.operands.v_ring, kv_position - 1, is_first)
+        release(c.operands.v_ring, kv_position - 1)
         self.pack(c, c.S)
 
 
@@ -406,13 +423,6 @@ def group_barrier(wg: Int32) -> None:
 def release(ring: Ring, position: Int32):
     """One arrival a warp."""
     if cute.arch.lane_idx() == 0:
-        ring.release(position)
-
-
-@cute.jit
-def _release_if(ring: Ring, position: Int32, is_first):
-    """Release what the block before read, unless there was none in this tile."""
-    if (cute.arch.lane_idx() == 0) & (not is_first):
         ring.release(position)
 
 
