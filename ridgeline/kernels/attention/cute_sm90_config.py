@@ -59,7 +59,7 @@ class ForwardConfig:
     ping_pong: bool = True
     """Warpgroups take turns at the tensor cores."""
     lazy_log2: float = 8.0
-    """Growth of a row's maximum, in powers of two, that O is not rescaled for; 0 rescales always."""
+    """Growth of a row's maximum, in powers of two, that leaves O as it is; 0 rescales always."""
     output_reuses_q: bool = False
     """O leaves through Q's shared memory."""
     persistent: bool = True
@@ -173,8 +173,8 @@ def _candidates(traits: ForwardTraits) -> list[ForwardConfig]:
 
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
-    """Query heads whose keys and values stay in L2 together: a power of two; 1 where every tile of a
-    head is equally long and the order inside a head is all that matters."""
+    """Query heads whose keys and values stay in L2 together: a power of two; 1 where all tiles of a
+    head are equally long and only the order inside a head matters."""
     if not (problem.causal or problem.window_right is not None or problem.varlen):
         return 1
     dims = problem.head_dim + problem.head_dim_v
@@ -198,8 +198,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         "a paged KV cache": problem.page_size is not None,
         "score or mask functions": problem.mods,
     }
-    for name in ("leftpad", "kv_batch_idx", "kv_cache"):
-        unsupported[name] = getattr(problem, name, False)
+    for name in ("seqused", "leftpad", "kv_batch_idx", "kv_cache"):
+        unsupported[name] = getattr(problem, name)
     for what, present in unsupported.items():
         if present:
             return f"{what} is not supported"

@@ -1,1 +1,1 @@
-"""Device objects of the Hopper attention kernels, by concept; importing this folder needs no DSL."""
+"""Device objects of the Hopper attention kernels, one file a concept; see docs/hopper.md."""

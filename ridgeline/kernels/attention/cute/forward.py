@@ -366,7 +366,7 @@ class Forward:
     def _load_tile(
         self, tensors, scalars, shared: Shared, work: Work, position: Int32, kv_position: Int32
     ) -> Int32:
-        """Everything one tile reads, K one block ahead of V; returns the ring position behind it."""
+        """All that one tile reads, K one block ahead of V; returns the ring position behind it."""
         blocks = self._blocks(scalars, work)
         shared.queue.announce(position, work)
         for wg in cutlass.range_constexpr(self.wgs):

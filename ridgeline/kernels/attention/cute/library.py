@@ -1,4 +1,4 @@
-"""Compiled kernels: ahead of time into a user cache, once per (traits, config), loaded in under 1 ms.
+"""Compiled kernels: ahead of time into a user cache, once per (traits, config).
 
 A kernel is traced and compiled by the DSL (seconds, no GPU needed), exported as an object file with
 a TVM-FFI entry, linked to a shared library and kept under
@@ -119,15 +119,16 @@ def _build(traits: ForwardTraits, config: ForwardConfig, target: Path) -> None:
         object_file.unlink(missing_ok=True)
 
 
-def trace(traits: ForwardTraits, config: ForwardConfig) -> Any:
-    """Compile for sm_90a without a GPU; the result can be exported or inspected."""
+def trace(traits: ForwardTraits, config: ForwardConfig, cubin_dir: Path | None = None) -> Any:
+    """Compile for sm_90a without a GPU; the result can be exported, the cubin kept in a folder."""
+    keep = f" --keep-cubin --dump-dir {cubin_dir}" if cubin_dir else ""
     scalars = (Float32(1), Float32(1), Int32(0), Int32(0), Int32(1), Int32(1))
     return cute.compile(
         Forward(traits, config),
         *_fake_tensors(traits),
         *scalars,
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}",
+        options=f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}{keep}",
     )
 
 

@@ -1,6 +1,6 @@
 """A consumer warpgroup's walk over the key blocks of a tile: products, softmax, and their overlap.
 
-Two schedules of one warpgroup, s counting blocks from the right (tensor cores above, CUDA cores below):
+Two schedules of a warpgroup, s counting blocks from the right (tensor cores above CUDA cores):
 
     Mainloop            | S(s) = Q K^T | O += P(s-1) V      |                 | S(s+1) ...
                         |              | softmax of S(s)    | pack P(s)       |
@@ -56,7 +56,7 @@ class Consumer:
     """fp32 [64, N] accumulator; P replaces it in place."""
     S_next: Any
     """A second one, or None."""
-    O: cute.Tensor
+    O: cute.Tensor  # noqa: E741
     """fp32 [64, V] accumulator."""
     P: cute.Tensor
     """P in 16 bits, operand A of the second product."""

@@ -45,7 +45,7 @@ def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
 
 
 def exp2_polynomial(a: Float32) -> Float32:
-    """2 ** a without the special function unit, for a <= 127; relative error 7.5e-5 (bf16's is 4e-3).
+    """2 ** a without the special function unit, a <= 127; relative error 7.5e-5 (bf16: 4e-3).
 
     a = n + f with f in [-0.5, 0.5]: n lands in the low bits of a + 1.5 * 2^23, 2^f is a polynomial
     of degree 3 (minimax on the interval), and n is added to its exponent field. Below 2^-125 the

@@ -29,7 +29,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Work:
-    """One tile: its block of queries (NONE at the end), head, sequence, and the sequence's extent."""
+    """One tile: its block of queries (NONE at the end), head, sequence and that one's extent."""
 
     block: Any
     head: Any

@@ -1,13 +1,14 @@
 """Online softmax of one thread's two rows of a WGMMA accumulator.
 
-    m' = max(m, rowmax(S)) ; P = 2^(c S - c m') ; l' = 2^(c m - c m') l + rowsum(P) ; O' = 2^(c m - c m') O
+    m' = max(m, rowmax(S)) ; P = 2^(c S - c m') ; r = 2^(c m - c m')
+    l' = r l + rowsum(P) ; O' = r O
 
 with c = softmax_scale * log2(e), so that one FMA and one special-function instruction make an
 element. l is kept per thread and summed over the 4 lanes of a row only at the end.
 
 Lazy rescale: m is a shift that cancels in O / l, so it need not be the maximum. While the true
-maximum has grown by less than `lazy_log2` (in powers of two), m stays, P stays below 2^lazy_log2, and
-O is not touched. Source of the idea: FlashAttention-4 paper, 3.1.
+maximum has grown by less than `lazy_log2` (in powers of two), m stays, P stays below 2^lazy_log2,
+and O is not touched. Source of the idea: FlashAttention-4 paper, 3.1.
 """
 
 from __future__ import annotations
@@ -94,10 +95,13 @@ class Softmax:
 
     @cute.jit
     def _grow(self, scores: cute.Tensor):
-        """Shift by the true maximum from now on; `rescale` is what older sums and O shrink by."""
+        """Shift rows that outgrew their shift by their true maximum from now on; `rescale` is what
+        their older sums and O shrink by. A row's neighbours have no say: its bits are its own."""
         for r in cutlass.range_constexpr(2):
             maximum = cute.arch.fmax(_row_max(scores, r), self.row_max[r])
             maximum = _quad(maximum, cute.arch.fmax)
+            growth = (maximum - self.row_max[r]) * self.scale_log2
+            maximum = cutlass.select_(growth > self.lazy_log2, maximum, self.row_max[r])
             fallen = self.row_max[r] - _shift(maximum, True)  # -inf - 0 while nothing was seen
             self.rescale[r] = ptx.exp2(fallen * self.scale_log2)
             self.row_sum[r] = self.row_sum[r] * self.rescale[r]
@@ -111,7 +115,7 @@ class Softmax:
         shift: Float32,
         poly_every: cutlass.Constexpr[int],
     ) -> Float32:
-        """scores = 2^(scale * (scores - shift)) in one row; returns this thread's sum, two chains."""
+        """scores = 2^(scale * (scores - shift)) in one row; returns this thread's sum."""
         offset = -shift * self.scale_log2
         chains = [None, None]
         count = 0
@@ -135,7 +139,7 @@ class Softmax:
 
     @cute.jit
     def finish(self, output: cute.Tensor, sink: Float32, has_sink: cutlass.Constexpr[bool]):
-        """Divide O by the row sums; row_sum becomes the LSE (natural log). Rows without keys: 0, -inf.
+        """Divide O by the row sums; row_sum becomes the LSE (natural log). No keys: 0, -inf.
 
         sink is a logit in natural units; it joins the sum, and may exceed every score.
         """
@@ -150,7 +154,7 @@ class Softmax:
                 factor = ptx.exp2(maximum - shift)
                 total = ptx.fma(total, factor, ptx.exp2(sink_log2 - shift))
                 maximum = joint
-            empty = (total == 0.0) | (total != total)
+            empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0.0), factor * ptx.reciprocal(total))
             lse = (maximum + ptx.log2(total)) * LN2
             self.row_sum[r] = cutlass.select_(empty, Float32(MINUS_INFINITY), lse)
@@ -193,7 +197,7 @@ def _row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 
 @cute.jit
 def soft_cap(scores: cute.Tensor, scale_over_cap: Float32):
-    """scores = tanh(scores * scale / cap) = 1 - 2 / (e^(2 x) + 1); the cap itself joins the scale."""
+    """scores = tanh(scores * scale / cap) = 1 - 2 / (e^2x + 1); the cap itself joins the scale."""
     doubled = scale_over_cap * (2.0 * LOG2_E)
     for e in cutlass.range_constexpr(cute.size(scores)):
         power = ptx.exp2(scores[e] * doubled)
