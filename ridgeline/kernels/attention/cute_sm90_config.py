@@ -64,10 +64,6 @@ class ForwardConfig:
     """O leaves through Q's shared memory."""
     persistent: bool = True
     """Blocks of threads take tiles from a queue instead of one each."""
-    lookahead: bool = False
-    """Two S tiles: the next block's scores are computed during this block's softmax."""
-    poly_every: int = 0
-    """Every so-manyth exponential is a polynomial on the FMA units instead of MUFU; 0 is none."""
 
 
 def rows_per_block(config: ForwardConfig) -> int:
@@ -90,8 +86,7 @@ def consumer_registers(config: ForwardConfig, traits: ForwardTraits) -> int:
     threads = 128
     scores = ROWS * config.block_k // threads
     output = ROWS * traits.head_dim_v // threads
-    tiles = 2 if config.lookahead else 1
-    return tiles * scores + scores // 2 + output + RESERVED_REGISTERS
+    return scores + scores // 2 + output + RESERVED_REGISTERS
 
 
 def registers(config: ForwardConfig, traits: ForwardTraits) -> tuple[int, int]:
@@ -115,10 +110,13 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return "output_reuses_q needs head_dim_v <= head_dim"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
-    if config.lookahead and config.ping_pong:
-        return "lookahead keeps the tensor cores busy without turns; set ping_pong=False"
-    if config.poly_every < 0 or config.lazy_log2 < 0:
-        return "poly_every and lazy_log2 must not be negative"
+    if config.lazy_log2 < 0:
+        return f"lazy_log2 must not be negative, got {config.lazy_log2}"
+    if ROWS * (config.num_warpgroups - 1) > 2 * config.block_k:
+        # The first warpgroup would pass more blocks than the rings can run ahead.
+        return (
+            f"block_k must be at least half the rows of the other warpgroups, got {config.block_k}"
+        )
     if traits.varlen and not config.persistent:
         return "packed sequences need a persistent schedule"
     have = registers(config, traits)[1]

@@ -25,6 +25,16 @@ class BlockRange:
     full_end: Any
     end: Any
 
+    def inside(self, outer: BlockRange, integer: Any = None) -> BlockRange:
+        """This range where it may leave the outer one: rows behind a sequence's end see blocks
+        that its tile does not have. At least one block is left, the last with a mask."""
+        integer = integer or Integer
+        begin = integer.maximum(integer.minimum(self.begin, outer.end - 1), outer.begin)
+        end = integer.maximum(integer.minimum(self.end, outer.end), begin + 1)
+        full_end = integer.maximum(integer.minimum(self.full_end, end - 1), begin)
+        full_begin = integer.minimum(integer.maximum(self.full_begin, begin), full_end)
+        return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+
 
 @dataclass(frozen=True)
 class Integer:

@@ -34,9 +34,9 @@ from ridgeline.kernels.attention.cute.blocks import BlockRange, block_range
 from ridgeline.kernels.attention.cute.mainloop import (
     DTYPES,
     Consumer,
+    Mainloop,
     flat,
     group_barrier,
-    make_mainloop,
     release,
 )
 from ridgeline.kernels.attention.cute.mask import Mask, accumulator_column, accumulator_row
@@ -134,7 +134,7 @@ class Forward:
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.threads = WARPGROUP_THREADS * (self.wgs + 1)
-        self.mainloop = make_mainloop(traits, config)
+        self.mainloop = Mainloop(traits, config)
 
     # ---- host -----------------------------------------------------------------------------------
     @cute.jit
@@ -314,11 +314,30 @@ class Forward:
             rows,
             self.config.block_k,
             (work.extent.seqlen_q, work.extent.seqlen_k),
-            (
-                scalars.window_left if self.traits.has_left else None,
-                scalars.window_right if self.traits.has_right else None,
-            ),
+            self._window(scalars),
             DeviceInteger,
+        )
+
+    @cute.jit
+    def _own_blocks(self, scalars: Scalars, work: Work, wg: Int32) -> BlockRange:
+        """The part of the tile's blocks that one warpgroup's rows see (at least one)."""
+        tile = self._blocks(scalars, work)
+        if cutlass.const_expr(not (self.traits.has_left or self.traits.has_right)):
+            return tile
+        own = block_range(
+            (work.block * self.wgs + wg) * ROWS,
+            ROWS,
+            self.config.block_k,
+            (work.extent.seqlen_q, work.extent.seqlen_k),
+            self._window(scalars),
+            DeviceInteger,
+        )
+        return own.inside(tile, DeviceInteger)
+
+    def _window(self, scalars: Scalars):
+        return (
+            scalars.window_left if self.traits.has_left else None,
+            scalars.window_right if self.traits.has_right else None,
         )
 
     # ---- producer -------------------------------------------------------------------------------
@@ -427,26 +446,37 @@ class Forward:
         kv_position, position = Int32(0), Int32(0)
         self.mainloop.turns.start(wg)
         work = shared.queue.take(position)
-        self.mainloop.first_product(consumer, work.block != NONE, position, kv_position)
+        skipped = self._blocks(scalars, work).end - self._own_blocks(scalars, work, wg).end
+        more = work.block != NONE
+        self.mainloop.first_product(consumer, more, skipped, position, kv_position)
         while work.block != NONE:
-            blocks, mask = self._blocks(scalars, work), self._mask(scalars, work, wg)
-            kv_position = self.mainloop.walk(consumer, mask, blocks, position, kv_position)
+            blocks, own = self._blocks(scalars, work), self._own_blocks(scalars, work, wg)
+            mask = self._mask(scalars, work, wg)
+            self.mainloop.pass_values(consumer, blocks.end - own.end, kv_position)
+            kv_position += blocks.end - own.end
+            kv_position = self.mainloop.walk(consumer, mask, own, position, kv_position)
             following = shared.queue.take(position + 1)
+            after = kv_position + 1 + own.begin - blocks.begin
+            skipped = self._blocks(scalars, following).end
+            skipped -= self._own_blocks(scalars, following, wg).end
             more = following.block != NONE
             shared.v_ring.wait_full(kv_position)
             self.mainloop.issue_pv(consumer, kv_position)
-            if cutlass.const_expr(self.config.output_reuses_q):
+            if cutlass.const_expr(self.config.output_reuses_q or self.traits.has_left):
                 warpgroup.wait_group(0)
                 release(shared.v_ring, kv_position)
+                self.mainloop.pass_blocks(consumer, own.begin - blocks.begin, kv_position + 1)
+            if cutlass.const_expr(self.config.output_reuses_q):
                 self._epilogue(tensors, shared, consumer, work, position)
-                self.mainloop.first_product(consumer, more, position + 1, kv_position + 1)
+                self.mainloop.first_product(consumer, more, skipped, position + 1, after)
             else:
-                self.mainloop.first_product(consumer, more, position + 1, kv_position + 1)
-                warpgroup.wait_group(1)
-                release(shared.v_ring, kv_position)
+                self.mainloop.first_product(consumer, more, skipped, position + 1, after)
+                if cutlass.const_expr(not self.traits.has_left):
+                    warpgroup.wait_group(1)
+                    release(shared.v_ring, kv_position)
                 self._epilogue(tensors, shared, consumer, work, position)
             work = following
-            kv_position += 1
+            kv_position = after
             position += 1
         warpgroup.wait_group(0)
         if cutlass.const_expr(self.traits.varlen):

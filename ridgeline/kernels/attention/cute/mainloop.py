@@ -1,22 +1,17 @@
 """A consumer warpgroup's walk over the key blocks of a tile: products, softmax, and their overlap.
 
-Two schedules of a warpgroup, s counting blocks from the right (tensor cores above CUDA cores):
+s counts blocks from the right (tensor cores above, CUDA cores below):
 
-    Mainloop            | S(s) = Q K^T | O += P(s-1) V      |                 | S(s+1) ...
-                        |              | softmax of S(s)    | pack P(s)       |
+    | S(s) = Q K^T | O += P(s-1) V     |                           | S(s+1) = Q K^T | O += P(s) V
+                   |  softmax of S(s)  | scale O (rare), pack P(s) |
 
-    LookaheadMainloop   | O += P(s-1) V | S(s+1) = Q K^T    |                 | O += P(s) V ...
-                        |       softmax of S(s)             | pack P(s)       |
-
-The second holds two S tiles in registers: the scores of the next block are ready when a softmax
-ends, so that a warpgroup never waits for them. It pays where the softmax is as long as the products
-(head dim 64) and where registers allow.
+A tile's blocks are those that any of its rows sees. A warpgroup works only on those that its own 64
+rows see and lets the others pass: under a causal mask or a window the first and last of a tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -54,8 +49,6 @@ class Consumer:
 
     S: cute.Tensor
     """fp32 [64, N] accumulator; P replaces it in place."""
-    S_next: Any
-    """A second one, or None."""
     O: cute.Tensor  # noqa: E741
     """fp32 [64, V] accumulator."""
     P: cute.Tensor
@@ -123,12 +116,8 @@ class Mainloop:
         if cutlass.const_expr(self.traits.softcap):
             capped_scale = softmax_scale / softcap
             scale_log2 = softcap * sm.LOG2_E
-        S_next = None
-        if cutlass.const_expr(self.config.lookahead):
-            S_next = cute.make_rmem_tensor(S_shape, Float32)
         return Consumer(
             S=cute.make_rmem_tensor(S_shape, Float32),
-            S_next=S_next,
             O=cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, dim_v)), Float32),
             P=cute.make_rmem_tensor(mma_pv.partition_shape_A((ROWS, block_k)), self.dtype),
             operands=Operands(
@@ -154,23 +143,46 @@ class Mainloop:
             row_sum=cute.make_rmem_tensor(pair, Float32),
             rescale=cute.make_rmem_tensor(pair, Float32),
             lazy_log2=self.config.lazy_log2,
-            poly_every=self.config.poly_every,
         )
 
     # ---- pieces ---------------------------------------------------------------------------------
     @cute.jit
-    def first_product(self, c: Consumer, wanted, position: Int32, kv_position: Int32):
-        """Issue S of a tile's rightmost block. Without such a tile it is issued all the same, on
-        whatever the stage holds, and never read: a branch around it would end the overlap."""
+    def first_product(
+        self, c: Consumer, wanted, skipped: Int32, position: Int32, kv_position: Int32
+    ):
+        """Issue S of the rightmost block that a warpgroup sees, `skipped` from the tile's. Without
+        such a tile it is issued all the same, on whatever the stage holds, and never read: a
+        branch around it would end the overlap."""
+        ring = c.operands.k_ring
         if wanted:
             c.operands.q_ring.wait_full(position)
-            c.operands.k_ring.wait_full(kv_position)
-        self.issue_qk(c, c.S, kv_position)
+            for i in cutlass.range(skipped, unroll=1):
+                ring.wait_full(kv_position + i)
+                release(ring, kv_position + i)
+            ring.wait_full(kv_position + skipped)
+        self.issue_qk(c, kv_position + skipped)
 
     @cute.jit
-    def issue_qk(self, c: Consumer, S: cute.Tensor, position: Int32):
+    def pass_values(self, c: Consumer, count: Int32, kv_position: Int32):
+        """Let V of blocks go by that this warpgroup does not see, and its turns with them."""
+        for i in cutlass.range(count, unroll=1):
+            c.operands.v_ring.wait_full(kv_position + i)
+            release(c.operands.v_ring, kv_position + i)
+            self.turns.wait(c.wg)
+            self.turns.give(c.wg)
+
+    @cute.jit
+    def pass_blocks(self, c: Consumer, count: Int32, kv_position: Int32):
+        """Let K and V of blocks left of the warpgroup's own go by."""
+        for i in cutlass.range(count, unroll=1):
+            c.operands.k_ring.wait_full(kv_position + i)
+            release(c.operands.k_ring, kv_position + i)
+            self.pass_values(c, Int32(1), kv_position + i)
+
+    @cute.jit
+    def issue_qk(self, c: Consumer, position: Int32):
         o = c.operands
-        _multiply(self.products.qk(), S, o.tQ, o.tK, o.k_ring.stage(position), True)
+        _multiply(self.products.qk(), c.S, o.tQ, o.tK, o.k_ring.stage(position), True)
 
     @cute.jit
     def issue_pv(self, c: Consumer, position: Int32):
@@ -179,10 +191,10 @@ class Mainloop:
 
     @cute.jit
     def softmax(
-        self, c: Consumer, S: cute.Tensor, mask: Mask, block: Int32, masked: cutlass.Constexpr[bool]
+        self, c: Consumer, mask: Mask, block: Int32, masked: cutlass.Constexpr[bool]
     ) -> Boolean:
         """S becomes P; true where O must be rescaled."""
-        scores = flat(S)
+        scores = flat(c.S)
         if cutlass.const_expr(self.traits.softcap):
             sm.soft_cap(scores, c.capped_scale)
         if cutlass.const_expr(masked):
@@ -190,7 +202,7 @@ class Mainloop:
         return c.softmax.update(scores, masked)
 
     @cute.jit
-    def pinned_wait(self, c: Consumer, rescale: Boolean, pending: cutlass.Constexpr[int]):
+    def pinned_wait(self, c: Consumer, rescale: Boolean):
         """Wait for the O of the block before, then bring it to the new shift.
 
         The wait stands behind a branch on the finished softmax, or ptxas moves it up in front of
@@ -198,17 +210,17 @@ class Mainloop:
         """
         if cutlass.const_expr(self.config.lazy_log2 > 0):
             if rescale:
-                warpgroup.wait_group(pending)
+                warpgroup.wait_group(0)
                 c.softmax.scale_output(flat(c.O))
             else:
-                warpgroup.wait_group(pending)
+                warpgroup.wait_group(0)
         else:
-            warpgroup.wait_group(pending)
+            warpgroup.wait_group(0)
             c.softmax.scale_output(flat(c.O))
 
     @cute.jit
-    def pack(self, c: Consumer, S: cute.Tensor):
-        sm.pack_operand(flat(S), flat(cute.recast_tensor(c.P, Int32)), self.dtype)
+    def pack(self, c: Consumer):
+        sm.pack_operand(flat(c.S), flat(cute.recast_tensor(c.P, Int32)), self.dtype)
 
     @cute.jit
     def release_q(self, c: Consumer, position: Int32, is_last):
@@ -239,7 +251,7 @@ class Mainloop:
     def walk(
         self, c: Consumer, mask: Mask, blocks: BlockRange, position: Int32, kv_position: Int32
     ) -> Int32:
-        """All blocks of a tile whose first S is under way, up to the P of the last block.
+        """A warpgroup's blocks, whose first S is under way, up to the P of the last one.
 
         Returns that block's ring position: its P V is still to be issued.
         """
@@ -252,7 +264,7 @@ class Mainloop:
             sm.soft_cap(scores, c.capped_scale)
         mask.apply(scores, (blocks.end - 1) * self.config.block_k)
         c.softmax.start(scores)
-        self.pack(c, c.S)
+        self.pack(c)
         self.clear_values(c, mask, blocks, kv_position)
         for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
             kv_position += 1
@@ -282,131 +294,17 @@ class Mainloop:
         """One block: S of this block and O of the one before go to the tensor cores together."""
         c.operands.k_ring.wait_full(kv_position)
         self.turns.wait(c.wg)
-        self.issue_qk(c, c.S, kv_position)
+        self.issue_qk(c, kv_position)
         c.operands.v_ring.wait_full(kv_position - 1)
         self.issue_pv(c, kv_position - 1)
         self.turns.give(c.wg)
         warpgroup.wait_group(1)
         release(c.operands.k_ring, kv_position)
         self.release_q(c, position, block == last_block)
-        rescale = self.softmax(c, c.S, mask, block, masked)
-        self.pinned_wait(c, rescale, 0)
+        rescale = self.softmax(c, mask, block, masked)
+        self.pinned_wait(c, rescale)
         release(c.operands.v_ring, kv_position - 1)
-        self.pack(c, c.S)
-
-
-class LookaheadMainloop(Mainloop):
-    """Two S tiles: the scores of the next block are computed during the softmax of this one.
-
-    Between steps exactly one product is under way, S of the next block: ptxas gives up overlapping
-    products (and serialises all of them) where paths with different products pending meet.
-    """
-
-    @cute.jit
-    def walk(
-        self, c: Consumer, mask: Mask, blocks: BlockRange, position: Int32, kv_position: Int32
-    ) -> Int32:
-        """As in `Mainloop`: a first step, pairs of steps, one for each S tile, and a last one."""
-        c.O.fill(0.0)
-        warpgroup.wait_group(0)
-        release(c.operands.k_ring, kv_position)
-        count = blocks.end - blocks.begin
-        if count > 1:
-            c.operands.k_ring.wait_full(kv_position + 1)
-        self.issue_qk(c, c.S_next, kv_position + 1)  # never read where there is no such block
-        scores = flat(c.S)
-        if cutlass.const_expr(self.traits.softcap):
-            sm.soft_cap(scores, c.capped_scale)
-        mask.apply(scores, (blocks.end - 1) * self.config.block_k)
-        c.softmax.start(scores)
-        self.pack(c, c.S)
-        self.clear_values(c, mask, blocks, kv_position)
-        if count > 1:
-            self._rest(c, mask, blocks, count, kv_position)
-        else:
-            warpgroup.wait_group(0)
-        self.release_q(c, position, Boolean(True))
-        return kv_position + count - 1
-
-    @cute.jit
-    def _rest(self, c: Consumer, mask: Mask, blocks: BlockRange, count: Int32, kv_position: Int32):
-        """Everything behind the first block, whose P is packed; S of the second is under way."""
-        pairs = (count - 2) // 2
-        masked = cutlass.min((blocks.end - blocks.full_end) // 2, pairs)
-        full = pairs
-        if cutlass.const_expr(self.traits.has_left):
-            full = cutlass.max((blocks.end - 1 - blocks.full_begin) // 2, masked)
-            full = cutlass.min(full, pairs)
-        block, position = blocks.end - 2, kv_position + 1
-        for i in cutlass.range(masked, unroll=1):
-            self._pair(c, mask, block - 2 * i, position + 2 * i, True)
-        for i in cutlass.range(masked, full, unroll=1):
-            self._pair(c, mask, block - 2 * i, position + 2 * i, False)
-        if cutlass.const_expr(self.traits.has_left):
-            for i in cutlass.range(full, pairs, unroll=1):
-                self._pair(c, mask, block - 2 * i, position + 2 * i, True)
-        block -= 2 * pairs
-        position += 2 * pairs
-        if count - 2 - 2 * pairs == 1:
-            self._step(c, c.S_next, c.S, mask, block, position, True)
-            warpgroup.wait_group(0)
-            block -= 1
-            position += 1
-        else:
-            warpgroup.wait_group(0)
-            flat(c.S).store(flat(c.S_next).load())
-        self._last_step(c, mask, block, position)
-
-    @cute.jit
-    def _pair(
-        self,
-        c: Consumer,
-        mask: Mask,
-        block: Int32,
-        kv_position: Int32,
-        masked: cutlass.Constexpr[bool],
-    ):
-        self._step(c, c.S_next, c.S, mask, block, kv_position, masked)
-        self._step(c, c.S, c.S_next, mask, block - 1, kv_position + 1, masked)
-
-    @cute.jit
-    def _step(
-        self,
-        c: Consumer,
-        S: cute.Tensor,
-        S_next: cute.Tensor,
-        mask: Mask,
-        block: Int32,
-        kv_position: Int32,
-        masked: cutlass.Constexpr[bool],
-    ):
-        """One block that has another behind it; on entry its S is under way."""
-        c.operands.v_ring.wait_full(kv_position - 1)
-        self.issue_pv(c, kv_position - 1)
-        c.operands.k_ring.wait_full(kv_position + 1)
-        self.issue_qk(c, S_next, kv_position + 1)
-        warpgroup.wait_group(2)
-        release(c.operands.k_ring, kv_position)
-        rescale = self.softmax(c, S, mask, block, masked)
-        self.pinned_wait(c, rescale, 1)
-        release(c.operands.v_ring, kv_position - 1)
-        self.pack(c, S)
-
-    @cute.jit
-    def _last_step(self, c: Consumer, mask: Mask, block: Int32, kv_position: Int32):
-        """The leftmost block, whose S is there."""
-        release(c.operands.k_ring, kv_position)
-        c.operands.v_ring.wait_full(kv_position - 1)
-        self.issue_pv(c, kv_position - 1)
-        rescale = self.softmax(c, c.S, mask, block, True)
-        self.pinned_wait(c, rescale, 0)
-        release(c.operands.v_ring, kv_position - 1)
-        self.pack(c, c.S)
-
-
-def make_mainloop(traits: ForwardTraits, config: ForwardConfig) -> Mainloop:
-    """The schedule that a config asks for."""
-    return LookaheadMainloop(traits, config) if config.lookahead else Mainloop(traits, config)
+        self.pack(c)
 
 
 def flat(tensor: cute.Tensor) -> cute.Tensor:

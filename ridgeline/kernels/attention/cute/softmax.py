@@ -39,8 +39,6 @@ class Softmax:
     rescale: cute.Tensor
     """fp32 [2] in registers: what O is to be multiplied by after `update`."""
     lazy_log2: float
-    poly_every: int
-    """Every so-manyth exponential goes to the FMA units; 0 is none."""
 
     @cute.jit
     def reset(self):
@@ -54,7 +52,7 @@ class Softmax:
         for r in cutlass.range_constexpr(2):
             maximum = _quad(_row_max(scores, r), cute.arch.fmax)
             self.row_max[r] = maximum
-            self.row_sum[r] = self._exponentiate(scores, r, _shift(maximum, True), 0)
+            self.row_sum[r] = self._exponentiate(scores, r, _shift(maximum, True))
 
     @cute.jit
     def update(self, scores: cute.Tensor, may_hide: cutlass.Constexpr[bool]) -> Boolean:
@@ -69,9 +67,7 @@ class Softmax:
             self._grow(scores)
             grown = Boolean(True)
         for r in cutlass.range_constexpr(2):
-            poly_every = 0 if may_hide else self.poly_every  # a polynomial has no -inf
-            shift = _shift(self.row_max[r], may_hide)
-            total = self._exponentiate(scores, r, shift, poly_every)
+            total = self._exponentiate(scores, r, _shift(self.row_max[r], may_hide))
             # Never true, but only known when every exponential is: see `pinned_wait`.
             grown = grown | (total < 0.0)
             self.row_sum[r] = self.row_sum[r] + total
@@ -113,7 +109,6 @@ class Softmax:
         scores: cute.Tensor,
         r: cutlass.Constexpr[int],
         shift: Float32,
-        poly_every: cutlass.Constexpr[int],
     ) -> Float32:
         """scores = 2^(scale * (scores - shift)) in one row; returns this thread's sum."""
         offset = -shift * self.scale_log2
@@ -121,11 +116,7 @@ class Softmax:
         count = 0
         for e in cutlass.range_constexpr(cute.size(scores)):
             if cutlass.const_expr(accumulator_row(e) == r):
-                power = ptx.fma(scores[e], self.scale_log2, offset)
-                if cutlass.const_expr(poly_every > 0 and count % max(poly_every, 1) == 0):
-                    probability = ptx.exp2_polynomial(power)
-                else:
-                    probability = ptx.exp2(power)
+                probability = ptx.exp2(ptx.fma(scores[e], self.scale_log2, offset))
                 scores[e] = probability
                 c = count % 2
                 chains[c] = probability if chains[c] is None else chains[c] + probability
