@@ -9,6 +9,7 @@ from __future__ import annotations
 from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
+from ridgeline.kernels.attention import cute_sm90_config
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 _MODULE = "ridgeline.kernels.attention"
@@ -107,5 +108,20 @@ register(
         module=f"{_MODULE}.triton",
         needs=("triton",),
         summary="FlashAttention-2 in Triton, Ampere and later",
+    )
+)
+
+register(
+    Impl(
+        op="attention",
+        name="cute_sm90",
+        archs=("=sm90",),
+        dtypes=("bfloat16", "float16"),
+        refuses=cute_sm90_config.refuses,
+        priority=400,
+        module=f"{_MODULE}.cute_sm90",
+        needs=("cutlass", "tvm_ffi"),
+        config=cute_sm90_config.forward_config,
+        summary="FlashAttention-3 in the CuTe DSL, Hopper; forward",
     )
 )
