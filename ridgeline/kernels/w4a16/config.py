@@ -1,0 +1,132 @@
+"""Tile configs of the W4A16 GPU kernels: pure functions of problem and architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIND = {"bfloat16": "bf16", "float16": "f16"}
+SCALE_KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+SCALE_WIDTH = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """What the decode kernel is compiled for (its cache key)."""
+
+    kind: str
+    """Activations: "bf16" or "f16"."""
+    scale: str
+    """Stored scales: "bf16", "f16" or "f32"."""
+    symmetric: bool
+    packed_group: int
+    """32, 64, 128, 256, or 0 for one scale along K."""
+    nt: int
+    """Columns of 8 rows of activations: M <= 8 nt; 1, 2 or 4."""
+    warps: int
+    """Compute warps a block."""
+    stages: int
+    """Bulk copies in flight a warp."""
+    blocks_per_sm: int
+    smem_bytes: int
+    red_buffers: int = 2
+    reducers: int = 1
+    """Warps that add the compute warps' sums; tiles go to them in turn."""
+    pdl: bool = True
+    """Start before the previous kernel of the stream ends, and wait for it before reading activations."""
+
+    @property
+    def per_channel(self) -> bool:
+        return self.packed_group == 0
+
+    @property
+    def stage_k(self) -> int:
+        """Inputs a stage."""
+        return max(128, self.packed_group)
+
+    @property
+    def stage_chunks(self) -> int:
+        return self.stage_k // 64
+
+    @property
+    def flush_k(self) -> int:
+        """Inputs between two uses of the scale."""
+        return self.packed_group or 128
+
+    @property
+    def stage_flushes(self) -> int:
+        return self.stage_k // self.flush_k
+
+    @property
+    def stage_groups(self) -> int:
+        """Scale rows a stage brings."""
+        return 1 if self.per_channel else self.stage_flushes
+
+    @property
+    def code_bytes(self) -> int:
+        return self.stage_chunks * 1024
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of the scales of 32 outputs."""
+        return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.stage_groups * self.scale_row
+
+    @property
+    def zero_bytes(self) -> int:
+        return 0 if self.symmetric else self.stage_groups * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.code_bytes + self.scale_bytes + self.zero_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.stage_bytes // 128) * 128
+
+    @property
+    def sum_factor(self) -> float:
+        """What the sum of activations is kept times."""
+        if not self.symmetric:
+            return -1.0 if self.kind == "bf16" else -(2.0**-24)
+        return -136.0 if self.kind == "bf16" else -8.0 * 2.0**-24
+
+    @property
+    def unit_sum_bytes(self) -> int:
+        return self.stage_flushes * 8 * self.nt * 4
+
+    @property
+    def red_bytes(self) -> int:
+        """A buffer of partial sums."""
+        return self.warps * 2 * self.nt * 512
+
+    def barrier_offsets(self) -> tuple[int, int, int, int]:
+        """Ring, full, empty, activations."""
+        full = self.warps * self.stages * 8
+        empty = full + self.red_buffers * 8
+        return 0, full, empty, empty + self.red_buffers * 8
+
+    @property
+    def ring_offset(self) -> int:
+        end = self.barrier_offsets()[3] + self.warps * 8
+        return -(-end // 128) * 128
+
+    @property
+    def red_offset(self) -> int:
+        return self.ring_offset + self.warps * self.stages * self.slot_bytes
+
+    @property
+    def dynamic_offset(self) -> int:
+        """Where group sums and activations start."""
+        return self.red_offset + self.red_buffers * self.red_bytes
+
+    def act_pitch(self, max_units: int) -> int:
+        """Bytes between rows of a warp's activations: 16 more than the rows, against bank conflicts."""
+        return max_units * self.stage_k * 2 + 16
+
+    def needs_bytes(self, m: int, max_units: int) -> int:
+        """Shared memory for m rows where a warp has at most `max_units` stages of K."""
+        sums = self.warps * max_units * self.unit_sum_bytes
+        return self.dynamic_offset + sums + self.warps * m * self.act_pitch(max_units)
