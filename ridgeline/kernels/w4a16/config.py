@@ -102,10 +102,16 @@ class DecodeConfig:
         """A buffer of partial sums."""
         return self.warps * 2 * self.nt * 512
 
+    @property
+    def full_barriers(self) -> int:
+        """Barriers of finished tiles: each is waited on by one reducer, and none is used twice
+        before its buffer is."""
+        return self.reducers * -(-self.red_buffers // self.reducers)
+
     def barrier_offsets(self) -> tuple[int, int, int, int]:
         """Ring, full, empty, activations."""
         full = self.warps * self.stages * 8
-        empty = full + self.red_buffers * 8
+        empty = full + self.full_barriers * 8
         return 0, full, empty, empty + self.red_buffers * 8
 
     @property
@@ -130,3 +136,85 @@ class DecodeConfig:
         """Shared memory for m rows where a warp has at most `max_units` stages of K."""
         sums = self.warps * max_units * self.unit_sum_bytes
         return self.dynamic_offset + sums + self.warps * m * self.act_pitch(max_units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulConfig:
+    """What the WGMMA kernel is compiled for (its cache key)."""
+
+    kind: str
+    """Activations: "bf16" or "f16"."""
+    scale: str
+    """Stored scales: "bf16", "f16" or "f32"."""
+    symmetric: bool
+    packed_group: int
+    """32, 64, 128, 256, or 0 for one scale along K."""
+    block_m: int
+    """Rows of activations a tile: 64, 128 or 256 (WGMMA's n)."""
+    row_mmas: int
+    """WGMMAs of 64 outputs a warpgroup: a tile has 128 row_mmas outputs."""
+    stages: int
+    """Stages of 64 inputs in flight; even."""
+    pdl: bool = True
+
+    @property
+    def block_n(self) -> int:
+        """Outputs a tile."""
+        return 128 * self.row_mmas
+
+    @property
+    def per_channel(self) -> bool:
+        return self.packed_group == 0
+
+    @property
+    def stage_groups(self) -> int:
+        """Scale rows a stage of 64 inputs needs."""
+        return 2 if self.packed_group == 32 else 1
+
+    @property
+    def exact_scale(self) -> bool:
+        """The stored scale is the operand's dtype; otherwise it is used as a sum of two."""
+        return self.kind == self.scale
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of the scales of 32 outputs."""
+        return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def act_bytes(self) -> int:
+        return self.block_m * 128
+
+    @property
+    def code_bytes(self) -> int:
+        return self.block_n * 32
+
+    @property
+    def block_scale_bytes(self) -> int:
+        """Scales of one 32-output block a stage."""
+        return self.stage_groups * self.scale_row
+
+    @property
+    def block_zero_bytes(self) -> int:
+        return 0 if self.symmetric else self.stage_groups * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        """Weight bytes of a full tile's stage: codes, scales, zeros."""
+        return self.code_bytes + (self.block_n // 32) * (
+            self.block_scale_bytes + self.block_zero_bytes
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.stage_bytes // 128) * 128
+
+    @property
+    def out_pitch(self) -> int:
+        """Bytes between rows of the output tile in shared memory."""
+        return self.block_n * 2 + 16
+
+    @property
+    def smem_bytes(self) -> int:
+        """Barriers, activations, weights, output tile."""
+        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + self.block_m * self.out_pitch

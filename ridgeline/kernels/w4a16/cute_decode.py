@@ -286,8 +286,9 @@ def decode_kernel(
             ptx.mbar_init(smem + ring_bar + i * 8, 1)
         for i in cutlass.range_constexpr(cfg.warps):
             ptx.mbar_init(smem + act_bar + i * 8, 1)
-        for i in cutlass.range_constexpr(cfg.red_buffers):
+        for i in cutlass.range_constexpr(cfg.full_barriers):
             ptx.mbar_init(smem + full + i * 8, cfg.warps)
+        for i in cutlass.range_constexpr(cfg.red_buffers):
             ptx.mbar_init(smem + empty + i * 8, 1)
         ptx.mbar_fence()
     cute.arch.sync_threads()
@@ -300,9 +301,10 @@ def decode_kernel(
         dst = (out, bias, M, N, out_stride)
         split = (workspace, counters, num_splits)
         for j in cutlass.range(warp - cfg.warps, num_tiles, cfg.reducers, unroll=1):
+            # A barrier is waited on by one warp only: a parity says nothing two phases ahead.
+            turn = (j // cfg.full_barriers) % 2
+            ptx.mbar_wait(smem + full + (j % cfg.full_barriers) * 8, turn)
             buf = j % cfg.red_buffers
-            parity = (j // cfg.red_buffers) % 2
-            ptx.mbar_wait(smem + full + buf * 8, parity)
             sums = red + buf * cfg.red_bytes
             reduce_tile(
                 first + j * step, sums, smem + empty + buf * 8, lane, dst, split, cfg
@@ -374,7 +376,7 @@ def decode_kernel(
             for f in cutlass.range_constexpr(2 * cfg.nt):
                 ptx.sts128f(mine + f * 512, [tot[4 * f + e] for e in range(4)])
             cute.arch.sync_warp()
-            ptx.mbar_arrive(smem + full + buf * 8, Int32(lane == 0))
+            ptx.mbar_arrive(smem + full + (j % cfg.full_barriers) * 8, Int32(lane == 0))
 
 
 @cute.jit

@@ -356,3 +356,78 @@ def launch_next_grid(*, loc=None, ip=None):
 def ones_operand(bits, *, loc=None, ip=None):
     """A register with constant bits."""
     return Int32(_pure(T.i32(), [_i32(bits, loc, ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
+
+
+@dsl_user_op
+def packed_sub(a, b, kind, *, loc=None, ip=None):
+    """a - b on pairs of bf16 or f16."""
+    suffix = "rn.bf16x2" if kind == "bf16" else "rn.f16x2"
+    operands = [_i32(a, loc, ip), _i32(b, loc, ip)]
+    return Int32(_pure(T.i32(), operands, f"sub.{suffix} $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def packed_mul(a, b, kind, *, loc=None, ip=None):
+    """a b on pairs of bf16 or f16."""
+    suffix = "rn.bf16x2" if kind == "bf16" else "rn.f16x2"
+    operands = [_i32(a, loc, ip), _i32(b, loc, ip)]
+    return Int32(_pure(T.i32(), operands, f"mul.{suffix} $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def packed_fma(a, b, c, kind, *, loc=None, ip=None):
+    """a b + c on pairs of bf16 or f16, one rounding."""
+    suffix = "rn.bf16x2" if kind == "bf16" else "rn.f16x2"
+    operands = [_i32(a, loc, ip), _i32(b, loc, ip), _i32(c, loc, ip)]
+    return Int32(_pure(T.i32(), operands, f"fma.{suffix} $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+
+
+@dsl_user_op
+def packed_twice(value, kind, *, loc=None, ip=None):
+    """A float rounded to bf16 or f16, in both halves of a word."""
+    text = f"cvt.rn.{kind}x2.f32 $0, $1, $1;"
+    return Int32(_pure(T.i32(), [_f32(value, loc, ip)], text, "=r,f", loc, ip))
+
+
+@dsl_user_op
+def packed_pair(low, high, kind, *, loc=None, ip=None):
+    """Two floats rounded to bf16 or f16: low in the lower half."""
+    text = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+    operands = [_f32(low, loc, ip), _f32(high, loc, ip)]
+    return Int32(_pure(T.i32(), operands, text, "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def repeat_half(word, high, *, loc=None, ip=None):
+    """The lower (or upper) 16 bits in both halves."""
+    selector = 0x3232 if high else 0x1010
+    text = f"prmt.b32 $0, $1, $1, {selector};"
+    return Int32(_pure(T.i32(), [_i32(word, loc, ip)], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
+def stmatrix_x4_trans(address, values, *, loc=None, ip=None):
+    """Four 8 x 8 matrices of 16-bit values to shared memory, transposed."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    operands = [_i32(address, loc, ip)] + [_i32(v, loc, ip) for v in values]
+    _asm(None, operands, text, "r,r,r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def stg128(address, values, pred, *, loc=None, ip=None):
+    """Store four words to global memory."""
+    text = (
+        "{\n .reg .pred p;\n setp.ne.s32 p, $5, 0;\n"
+        " @p st.global.v4.b32 [$0], {$1, $2, $3, $4};\n}"
+    )
+    operands = [_i64(address, loc, ip)] + [_i32(v, loc, ip) for v in values]
+    operands += [_i32(pred, loc, ip)]
+    _asm(None, operands, text, "l,r,r,r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def sts32(address, value, pred, *, loc=None, ip=None):
+    """Store a word to shared memory."""
+    text = "{\n .reg .pred p;\n setp.ne.s32 p, $2, 0;\n @p st.shared.b32 [$0], $1;\n}"
+    operands = [_i32(address, loc, ip), _i32(value, loc, ip), _i32(pred, loc, ip)]
+    _asm(None, operands, text, "r,r,r,~{memory}", loc, ip)
