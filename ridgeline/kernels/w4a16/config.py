@@ -108,15 +108,15 @@ class DecodeConfig:
         before its buffer is."""
         return self.reducers * -(-self.red_buffers // self.reducers)
 
-    def barrier_offsets(self) -> tuple[int, int, int, int]:
-        """Ring, full, empty, activations."""
+    def barrier_offsets(self) -> tuple[int, int, int]:
+        """Ring, full, empty."""
         full = self.warps * self.stages * 8
         empty = full + self.full_barriers * 8
-        return 0, full, empty, empty + self.red_buffers * 8
+        return 0, full, empty
 
     @property
     def ring_offset(self) -> int:
-        end = self.barrier_offsets()[3] + self.warps * 8
+        end = self.barrier_offsets()[2] + self.red_buffers * 8
         return -(-end // 128) * 128
 
     @property
@@ -150,7 +150,7 @@ class MatmulConfig:
     packed_group: int
     """32, 64, 128, 256, or 0 for one scale along K."""
     block_m: int
-    """Rows of activations a tile: 64, 128 or 256 (WGMMA's n)."""
+    """Rows of activations a tile: 32, 64, 128 or 256 (WGMMA's n)."""
     row_mmas: int
     """WGMMAs of 64 outputs a warpgroup: a tile has 128 row_mmas outputs."""
     stages: int
@@ -210,11 +210,7 @@ class MatmulConfig:
         return -(-self.stage_bytes // 128) * 128
 
     @property
-    def out_pitch(self) -> int:
-        """Bytes between rows of the output tile in shared memory."""
-        return self.block_n * 2 + 16
-
-    @property
     def smem_bytes(self) -> int:
-        """Barriers, activations, weights, output tile."""
-        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + self.block_m * self.out_pitch
+        """Barriers, activations, output tile, weights."""
+        tile = self.block_m * self.block_n * 2
+        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + tile

@@ -115,42 +115,47 @@ def issue_stage(state, slot_addr, mbar, lane, src, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def load_activations(act, act_smem, pitch, mbar, lane, rows, cfg: cutlass.Constexpr):
+def load_activations(act, act_smem, pitch, lane, rows, cfg: cutlass.Constexpr):
     """Bring the warp's inputs of every row to shared memory, zeros behind the last input."""
     M, K, stride, k0, span = rows
-    have = cutlass.min(cutlass.max(K - k0, 0), span)
-    ptx.mbar_expect(mbar, have * 2 * M, Int32(lane == 0))
+    per_row = span // 8
+    for j in cutlass.range(lane, M * per_row, 32, unroll=4):
+        m = j // per_row
+        k = (j - m * per_row) * 8
+        inside = Int32(k0 + k < K)
+        source = act + (Int64(m) * stride + (k0 + k) * inside) * 2
+        ptx.copy_async(act_smem + m * pitch + k * 2, source, inside * 16)
+    ptx.copy_async_wait()
     cute.arch.sync_warp()
-    for m in cutlass.range(lane, M, 32, unroll=1):
-        source = act + (Int64(m) * stride + k0) * 2
-        ptx.bulk_load_kept(act_smem + m * pitch, source, have * 2, mbar, Int32(have > 0))
-    pad = (span - have) // 8
-    for j in cutlass.range(lane, pad * M, 32, unroll=1):
-        at = act_smem + (j // pad) * pitch + (have + (j % pad) * 8) * 2
-        ptx.sts128_zero(at, Int32(1))
-    ptx.mbar_wait(mbar, 0)
-    cute.arch.sync_warp()
+
+
+@cute.jit
+def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
+    """Sum of a group's activations by a product with ones: two independent chains."""
+    chains = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+    for pair in cutlass.range_constexpr(cfg.flush_k // 32):
+        b = ptx.ldmatrix_x4(act_at + (group * cfg.flush_k + pair * 32) * 2)
+        for half in cutlass.range_constexpr(2):
+            chains[half] = ptx.mma_16816(
+                ones, b[2 * half], b[2 * half + 1], chains[half], cfg.kind == "bf16"
+            )
+    return [chains[0][e] + chains[1][e] for e in range(2)]
 
 
 @cute.jit
 def sum_groups(act_lane, sum_smem, lane, num_groups, cfg: cutlass.Constexpr):
-    """Group sums of the warp's activations by a product with ones, as `group_start` wants them."""
-    ones = ptx.ones_operand(ONES[cfg.kind])
-    for group in cutlass.range(num_groups, unroll=1):
+    """Group sums of the warp's activations, times what `group_start` wants."""
+    ones = [ptx.constant(ONES[cfg.kind])] * 4
+    for group in cutlass.range(num_groups, unroll=2):
         for n in cutlass.range_constexpr(cfg.nt):
-            c = [Float32(0.0)] * 4
-            for pair in cutlass.range_constexpr(cfg.flush_k // 32):
-                at = act_lane[n] + (group * cfg.flush_k + pair * 32) * 2
-                b = ptx.ldmatrix_x4(at)
-                c = ptx.mma_16816([ones] * 4, b[0], b[1], c, cfg.kind == "bf16")
-                c = ptx.mma_16816([ones] * 4, b[2], b[3], c, cfg.kind == "bf16")
+            s0, s1 = sum_group(act_lane[n], group, ones, cfg)
             where = sum_smem + (group * 8 * cfg.nt + n * 8 + 2 * (lane % 4)) * 4
-            ptx.sts64f(where, [c[0] * cfg.sum_factor, c[1] * cfg.sum_factor], Int32(lane < 4))
+            ptx.sts64f(where, [s0 * cfg.sum_factor, s1 * cfg.sum_factor], Int32(lane < 4))
     cute.arch.sync_warp()
 
 
 @cute.jit
-def compute_stage(tot, slot_addr, act_lane, sum_lane, unit, lane, cfg: cutlass.Constexpr):
+def read_stage(slot_addr, lane, cfg: cutlass.Constexpr):
     """Read a stage into registers; returns what `multiply_stage` needs."""
     words = []
     for c in cutlass.range_constexpr(cfg.stage_chunks):
@@ -280,12 +285,10 @@ def decode_kernel(
     lane = tid % 32
 
     smem = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-    ring_bar, full, empty, act_bar = cfg.barrier_offsets()
+    ring_bar, full, empty = cfg.barrier_offsets()
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.warps * cfg.stages):
             ptx.mbar_init(smem + ring_bar + i * 8, 1)
-        for i in cutlass.range_constexpr(cfg.warps):
-            ptx.mbar_init(smem + act_bar + i * 8, 1)
         for i in cutlass.range_constexpr(cfg.full_barriers):
             ptx.mbar_init(smem + full + i * 8, cfg.warps)
         for i in cutlass.range_constexpr(cfg.red_buffers):
@@ -337,7 +340,7 @@ def decode_kernel(
         act_smem = smem + cfg.dynamic_offset + cfg.warps * (max_units * cfg.unit_sum_bytes)
         act_smem = act_smem + warp * M * pitch
         rows = (M, K, act_stride, unit0 * cfg.stage_k, count * cfg.stage_k)
-        load_activations(act, act_smem, pitch, smem + act_bar + warp * 8, lane, rows, cfg)
+        load_activations(act, act_smem, pitch, lane, rows, cfg)
         act_lane = [
             act_smem + cutlass.min(n * 8 + lane % 8, M - 1) * pitch + (lane // 8) * 16
             for n in range(cfg.nt)
@@ -352,9 +355,7 @@ def decode_kernel(
                 tot[i] = Float32(0.0)
             for unit in cutlass.range(count, unroll=1):
                 ptx.mbar_wait(bars + slot * 8, phase)
-                stage = compute_stage(
-                    tot, ring + slot * cfg.slot_bytes, act_lane, sum_lane, unit, lane, cfg
-                )
+                stage = read_stage(ring + slot * cfg.slot_bytes, lane, cfg)
                 cute.arch.sync_warp()
                 issue_stage(
                     (fetch_tile, unit0 + fetch_unit), ring + slot * cfg.slot_bytes,

@@ -34,6 +34,7 @@ BASE = {"bf16": 0x43004300, "f16": 0x64006400}
 BASE_VALUE = {"bf16": 128.0, "f16": 1024.0}
 OFFSET_SYMMETRIC = {"bf16": 0x43084308, "f16": 0x64086408}
 DTYPE = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
+SCALE_DTYPE = {**DTYPE, "f32": cutlass.Float32}
 CONSUMERS = 2
 M_GROUP = 8
 
@@ -102,58 +103,91 @@ def tile_corner(tile, tiles_m, tiles_n, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def produce(work, smem, tma_act, mA, sA, src, lane, cfg: cutlass.Constexpr):
-    """The producer warp: one stage after the other of all the block's segments."""
-    plan, first_share, tiles_mn = work
-    words, scales, zeros, blocks_n, chunks, groups = src
-    weights_smem, bars = smem
-    first, share, count = first_share
-    stage, parity = Int32(0), Int32(1)
-    index, left = Int32(0), share
-    gA = cute.local_tile(mA, (cfg.block_m, 64), (None, None))
-    tA, tgA = cpasync.tma_partition(
-        tma_act, 0, cute.make_layout(1), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+def make_copies(tma, tensors, smem, cfg: cutlass.Constexpr):
+    """Partition activations, codes, scales and zero points (if any) into stages."""
+    tiles = (
+        (cfg.block_m, 64),
+        (cfg.block_n // 32, 256),
+        (cfg.block_n // 32, 32 * cfg.stage_groups),
+        (cfg.block_n // 32, 32 * cfg.stage_groups),
     )
-    at = first
+    out = []
+    for i in cutlass.range_constexpr(len(tma)):
+        source = cute.local_tile(tensors[i], tiles[i], (None, None))
+        target, tiled = cpasync.tma_partition(
+            tma[i], 0, cute.make_layout(1), cute.group_modes(smem[i], 0, 2),
+            cute.group_modes(source, 0, 2),
+        )  # fmt: skip
+        out.append((tma[i], tiled, target))
+    if cutlass.const_expr(cfg.symmetric):
+        out.append(None)
+    return out
+
+
+@cute.jit
+def scale_column(step, cfg: cutlass.Constexpr):
+    """Which tile of scales the step (64 inputs) needs."""
+    if cutlass.const_expr(cfg.per_channel):
+        return Int32(0)
+    if cutlass.const_expr(cfg.packed_group <= 64):
+        return step
+    return step * 64 // cfg.packed_group
+
+
+@cute.jit
+def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
+    """Announce a stage's bytes and start its weights' copies."""
+    ptx.mbar_expect(full, cfg.act_bytes + cfg.stage_bytes, Int32(lane == 0))
+    cute.arch.sync_warp()
+    bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
+    atom, source, target = copies[1]
+    cute.copy(atom, source[None, row, step], target[None, stage], tma_bar_ptr=bar)
+    column = scale_column(step, cfg)
+    atom, source, target = copies[2]
+    cute.copy(atom, source[None, row, column], target[None, stage], tma_bar_ptr=bar)
+    if cutlass.const_expr(not cfg.symmetric):
+        atom, source, target = copies[3]
+        cute.copy(atom, source[None, row, column], target[None, stage], tma_bar_ptr=bar)
+
+
+@cute.jit
+def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
+    """The producer warp: one stage after the other of all the block's segments.
+
+    The weights of the first stages are asked for before the previous kernel of the stream has
+    ended; activations after it has.
+    """
+    plan, first_share, tiles_mn = work
+    first, share, count = first_share
+    early = Int32(0)
+    if count > 0:
+        tile, begin, end, _ = segment(Int32(0), plan, first, share, cfg)
+        _, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        early = cutlass.min(Int32(cfg.stages), 2 * (end - begin))
+        for i in cutlass.range(early, unroll=1):
+            load_weights(
+                copies, out0 // cfg.block_n, 2 * begin + i, i, bars + i * 8, lane, cfg
+            )
+    ptx.wait_previous_grid()
+    stage, parity = Int32(0), Int32(1)
+    at, left = first, share
     for index in cutlass.range(count, unroll=1):
         tile, begin, end, after = segment(index, plan, at, left, cfg)
         left = left - (after - at)
         at = after
         row0, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
-        block0 = out0 // 32
-        num_blocks = cutlass.min(cfg.block_n // 32, blocks_n - block0)
-        mine = Int32(lane < num_blocks)
-        block = Int64(block0 + lane)
         for step in cutlass.range(2 * begin, 2 * end, unroll=1):
             full = bars + stage * 8
-            ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
-            slot = weights_smem + stage * cfg.slot_bytes
-            extra = cfg.block_scale_bytes + cfg.block_zero_bytes
-            ptx.mbar_expect(full, cfg.act_bytes + num_blocks * (1024 + extra), Int32(lane == 0))
-            cute.arch.sync_warp()
-            ptx.bulk_load(
-                slot + lane * 1024, words + (block * chunks + step) * 1024, 1024, full, mine
-            )
-            group = block * groups
-            if cutlass.const_expr(not cfg.per_channel):
-                if cutlass.const_expr(cfg.packed_group == 32):
-                    group = group + step * 2
-                else:
-                    group = group + step * 64 // cfg.packed_group
-            scale_slot = slot + cfg.code_bytes + lane * cfg.block_scale_bytes
-            ptx.bulk_load(
-                scale_slot, scales + group * cfg.scale_row, cfg.block_scale_bytes, full, mine
-            )
-            if cutlass.const_expr(not cfg.symmetric):
-                zero_slot = (
-                    slot + cfg.code_bytes + (cfg.block_n // 32) * cfg.block_scale_bytes
-                    + lane * cfg.block_zero_bytes
-                )
-                ptx.bulk_load(zero_slot, zeros + group * 32, cfg.block_zero_bytes, full, mine)
+            if early > 0:
+                early = early - 1
+            else:
+                ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
+                load_weights(copies, out0 // cfg.block_n, step, stage, full, lane, cfg)
+            atom, source, target = copies[0]
             cute.copy(
-                tma_act,
-                tgA[None, row0 // cfg.block_m, step],
-                tA[None, stage],
+                atom,
+                source[None, row0 // cfg.block_m, step],
+                target[None, stage],
                 tma_bar_ptr=cute.make_ptr(
                     cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8
                 ),
@@ -192,7 +226,7 @@ def load_operand(slot, place, rA, cfg: cutlass.Constexpr):
 def load_offsets(zero_at, rt, cfg: cutlass.Constexpr):
     """Zero points of rows g and g + 8 (two bytes of an aligned word)."""
     if cutlass.const_expr(cfg.symmetric):
-        offset = ptx.ones_operand(OFFSET_SYMMETRIC[cfg.kind])
+        offset = ptx.constant(OFFSET_SYMMETRIC[cfg.kind])
         return [offset, offset]
     word = ptx.lds32(zero_at - rt * 2) >> (16 * rt)
     return [
@@ -247,20 +281,31 @@ def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def write_tile(acc, place, tile_smem, corner, dst, cfg: cutlass.Constexpr):
-    """Bias, rounding, transposition through shared memory, 16-byte stores."""
-    out, bias, M, N, stride = dst
+def wait_group_of(wg):
+    """All threads of one consumer warpgroup."""
+    cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+
+
+@cute.jit
+def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
+    """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store."""
+    bias, N = dst
+    atom, source, target, tile_smem = store
     wg, warp, lane = place
     row0, out0 = corner
     has_bias = Int32(bias != 0)
+    issuer = warp == 0
+    if issuer:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    wait_group_of(wg)
     for mi in cutlass.range_constexpr(cfg.row_mmas):
-        first = (wg * cfg.row_mmas + mi) * 64 + warp * 16
-        n = out0 + first + lane // 4
+        region = wg * cfg.row_mmas + mi
+        n = out0 + region * 64 + warp * 16 + lane // 4
         low = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, has_bias & Int32(n < N))
         high = ptx.load_narrow(bias + Int64(n + 8) * 2, cfg.kind, has_bias & Int32(n + 8 < N))
-        # matrix lane // 8: outputs first + 8 (matrix % 2), rows 8 (matrix // 2) of the pair
-        at = tile_smem + (lane % 8 + (lane // 16) * 8) * cfg.out_pitch
-        at = at + (first + (lane // 8 % 2) * 8) * 2
+        # matrix lane // 8: outputs 16 warp + 8 (matrix % 2), rows 8 (matrix // 2) of 16
+        at = tile_smem + region * (cfg.block_m * 128) + (lane % 8 + (lane // 16) * 8) * 128
+        at = at + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
         for j in cutlass.range_constexpr(cfg.block_m // 16):
             v = [acc[mi][8 * j + e] for e in range(8)]
             packed = [
@@ -269,17 +314,16 @@ def write_tile(acc, place, tile_smem, corner, dst, cfg: cutlass.Constexpr):
                 ptx.packed_pair(v[4] + low, v[5] + low, cfg.kind),
                 ptx.packed_pair(v[6] + high, v[7] + high, cfg.kind),
             ]
-            ptx.stmatrix_x4_trans(at + j * 16 * cfg.out_pitch, packed)
-    cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-    thread = wg * 128 + warp * 32 + lane
-    per_row = cfg.block_n // 8
-    n = out0 + (thread % per_row) * 8
-    for i in cutlass.range_constexpr(cfg.block_m * per_row // (CONSUMERS * 128)):
-        m = i * (CONSUMERS * 128 // per_row) + thread // per_row
-        values = ptx.lds128(tile_smem + m * cfg.out_pitch + (thread % per_row) * 16)
-        keep = Int32(row0 + m < M) & Int32(n < N)
-        ptx.stg128(out + (Int64(row0 + m) * stride + n) * 2, values, keep)
-    cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
+            ptx.stmatrix_x4_trans(at + j * 2048, packed)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    wait_group_of(wg)
+    if issuer:
+        for mi in cutlass.range_constexpr(cfg.row_mmas):
+            region = wg * cfg.row_mmas + mi
+            cute.copy(
+                atom, target[None, region], source[None, row0 // cfg.block_m, out0 // 64 + region]
+            )
+        cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
@@ -289,14 +333,8 @@ def share_start(block, total, blocks):
 
 
 @cute.jit
-def consume(work, smem, mma, tB, dst, scratch, place, cfg: cutlass.Constexpr):
-    """A consumer warpgroup: products of all the block's segments, then their tiles."""
-    plan, first_share, tiles_mn = work
-    waves, steps, blocks, me = plan
-    weights_smem, bars, tile_smem, flag = smem
-    workspace, counters = scratch
-    first, share, count = first_share
-    wg, warp, lane = place
+def make_registers(mma, cfg: cutlass.Constexpr):
+    """Accumulators (as products want them, and flat) and two sets of operand registers."""
     shape = mma.partition_shape_C((64, cfg.block_m))
     acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(cfg.row_mmas)]
     flat = [cute.make_tensor(a.iterator, cute.make_layout(cfg.block_m // 2)) for a in acc]
@@ -311,14 +349,49 @@ def consume(work, smem, mma, tB, dst, scratch, place, cfg: cutlass.Constexpr):
             narrow = cute.recast_tensor(part, DTYPE[cfg.kind])
             views.append(cute.make_tensor(narrow.iterator, cute.make_layout(operand_shape)))
         operands.append(views)
+    return acc, flat, words, operands
+
+
+@cute.jit
+def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr):
+    """Leave this block's part of a tile; if it is the last to arrive, take the sum: 1, else 0."""
+    plan, _, tiles_mn = work
+    waves, steps, blocks, me = plan
+    workspace, counters, flag = scratch
+    wg, warp, lane = place
+    total = (tiles_mn[0] * tiles_mn[1] - waves * blocks) * steps
+    start = (tile - waves * blocks) * steps
+    b0 = owner(start, total, blocks)
+    b1 = owner(start + steps - 1, total, blocks)
+    share_out(flat, place, workspace, 2 * me + Int32(span == 0), cfg)
+    wait_group_of(wg)
+    leader = Int32(warp * 32 + lane == 0)
+    counter = counters + Int64((tile - waves * blocks) * CONSUMERS + wg) * 4
+    old = ptx.arrive_counter(counter, b1 - b0, leader)
+    ptx.sts32(flag + wg * 4, old, leader)
+    wait_group_of(wg)
+    last = Int32(ptx.lds32(flag + wg * 4) == b1 - b0)
+    if last != 0:
+        gather_parts(flat, place, workspace, (b0, b1 - b0 + 1), cfg)
+    return last
+
+
+@cute.jit
+def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
+    """A consumer warpgroup: products of all the block's segments, then their tiles."""
+    plan, first_share, tiles_mn = work
+    steps = plan[1]
+    weights_smem, bars = smem
+    first, share, count = first_share
+    lane = place[2]
+    acc, flat, words, operands = make_registers(mma, cfg)
     stage, parity = Int32(0), Int32(0)
     at, left = first, share
-    remaining = waves * blocks
     for index in cutlass.range(count, unroll=1):
         tile, begin, end, after = segment(index, plan, at, left, cfg)
         left = left - (after - at)
         at = after
-        release = Int32(0)
+        before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
             for half in cutlass.range_constexpr(2):
                 ptx.mbar_wait(bars + stage * 8, parity)
@@ -328,43 +401,25 @@ def consume(work, smem, mma, tB, dst, scratch, place, cfg: cutlass.Constexpr):
                     fresh = Int32(step == begin)
                 multiply(mma, acc, operands[half], tB, stage, fresh, cfg)
                 warpgroup.wait_group(1)
-                # the products of the stage before this one are done
-                before = stage - 1
-                if before < 0:
-                    before = before + cfg.stages
-                started = Int32(step > begin) if half == 0 else Int32(1)
-                ptx.mbar_arrive(
-                    bars + (cfg.stages + before) * 8, started & Int32(lane == 0)
-                )
-                release = stage
+                # Now the products of the stage before this one are done.
+                started = Int32(1)
+                if cutlass.const_expr(half == 0):
+                    started = Int32(step > begin)
+                ptx.mbar_arrive(bars + (cfg.stages + before) * 8, started & Int32(lane == 0))
+                before = stage
                 stage += 1
                 if stage == cfg.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
         warpgroup.wait_group(0)
-        ptx.mbar_arrive(bars + (cfg.stages + release) * 8, Int32(lane == 0))
-        corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
-        whole = Int32(1)
+        ptx.mbar_arrive(bars + (cfg.stages + before) * 8, Int32(lane == 0))
+        complete = Int32(1)
         if end - begin < steps:
-            total = (tiles_mn[0] * tiles_mn[1] - remaining) * steps
-            start = (tile - remaining) * steps
-            b0 = owner(start, total, blocks)
-            b1 = owner(start + steps - 1, total, blocks)
-            mine = 2 * me + Int32(begin == 0)
-            share_out(flat, place, workspace, mine, cfg)
-            cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-            thread = wg * 128 + warp * 32 + lane
-            old = ptx.arrive_counter(
-                counters + Int64(tile - remaining) * 4, b1 - b0, Int32(thread == 0)
-            )
-            ptx.sts32(flag, old, Int32(thread == 0))
-            cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * 128)
-            old = ptx.lds32(flag)
-            whole = Int32(old == b1 - b0)
-            if whole != 0:
-                gather_parts(flat, place, workspace, (b0, b1 - b0 + 1), cfg)
-        if whole != 0:
-            write_tile(flat, place, tile_smem, corner, dst, cfg)
+            complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
+        if complete != 0:
+            corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+            write_tile(flat, place, store, corner, dst, cfg)
+    cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
@@ -378,37 +433,11 @@ def owner(position, total, blocks):
     return block
 
 
-@cute.kernel
-def matmul_kernel(
-    tma_act, mA, layout_act: cute.ComposedLayout, pointers: tuple, sizes: tuple,
-    cfg: cutlass.Constexpr,
-):  # fmt: skip
-    """pointers = (words, scales, zeros, out, bias, workspace, counters); sizes = (M, N, out stride,
-    32-output blocks, chunks of 64, groups, whole waves)."""
-    words, scales, zeros, out, bias, workspace, counters = pointers
-    M, N, out_stride, blocks_n, chunks, groups, waves = sizes
-    tid, _, _ = cute.arch.thread_idx()
+@cute.jit
+def share_of_work(M, blocks_n, chunks, waves, cfg: cutlass.Constexpr):
+    """((waves, steps, blocks, me), (first step, steps, segments), (tiles along M, N))."""
     me, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    warp = cute.arch.make_warp_uniform(tid // 32)
-    lane = tid % 32
-    base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-    smem = Int32(base.toint())
-    bars = smem
-    flag = smem + 2 * cfg.stages * 8
-    sA = cute.make_tensor(
-        cute.recast_ptr(base + 1024, layout_act.inner, dtype=DTYPE[cfg.kind]), layout_act.outer
-    )
-    weights_smem = smem + 1024 + cfg.stages * cfg.act_bytes
-    tile_smem = weights_smem + cfg.stages * cfg.slot_bytes
-    if tid == 0:
-        for i in cutlass.range_constexpr(cfg.stages):
-            ptx.mbar_init(bars + i * 8, 1)
-            ptx.mbar_init(bars + (cfg.stages + i) * 8, CONSUMERS * 4)
-        ptx.mbar_fence()
-    cute.arch.sync_threads()
-    ptx.launch_next_grid()
-
     steps = chunks // 2
     tiles_m = (M + cfg.block_m - 1) // cfg.block_m
     tiles_n = (blocks_n * 32 + cfg.block_n - 1) // cfg.block_n
@@ -418,18 +447,70 @@ def matmul_kernel(
     count = waves
     if share > 0:
         count = waves + (first + share - 1) // steps - first // steps + 1
-    work = ((waves, steps, blocks, me), (first, share, count), (tiles_m, tiles_n))
+    return (waves, steps, blocks, me), (first, share, count), (tiles_m, tiles_n)
+
+
+@cute.kernel
+def matmul_kernel(
+    tma: tuple, tensors: tuple, layout_act: cute.ComposedLayout, pointers: tuple, sizes: tuple,
+    cfg: cutlass.Constexpr,
+):  # fmt: skip
+    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, workspace, counters);
+    sizes = (M, N, 32-output blocks, chunks of 64, whole waves)."""
+    bias, workspace, counters = pointers
+    M, N, blocks_n, chunks, waves = sizes
+    tid, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    lane = tid % 32
+    base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
+    bars = Int32(base.toint())
+    flag = bars + 2 * cfg.stages * 8
+    dtype = DTYPE[cfg.kind]
+    # [barriers | activations | output tile | weights], each part at a multiple of 1024 or 128
+    sA = cute.make_tensor(
+        cute.recast_ptr(base + 1024, layout_act.inner, dtype=dtype), layout_act.outer
+    )
+    tile_at = 1024 + cfg.stages * cfg.act_bytes
+    layout_out = cute.tile_to_shape(
+        warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype),
+        (cfg.block_m, 64, 2 * cfg.row_mmas),
+        order=(0, 1, 2),
+    )
+    sO = cute.make_tensor(
+        cute.recast_ptr(base + tile_at, layout_out.inner, dtype=dtype), layout_out.outer
+    )
+    weights_at = tile_at + cfg.block_m * cfg.block_n * 2
+    if tid == 0:
+        for i in cutlass.range_constexpr(cfg.stages):
+            ptx.mbar_init(bars + i * 8, 1)
+            ptx.mbar_init(bars + (cfg.stages + i) * 8, CONSUMERS * 4)
+        ptx.mbar_fence()
+    cute.arch.sync_threads()
+    ptx.launch_next_grid()
+
+    work = share_of_work(M, blocks_n, chunks, waves, cfg)
     if warp >= CONSUMERS * 4:
         cute.arch.setmaxregister_decrease(40)
         if warp == CONSUMERS * 4:
-            ptx.wait_previous_grid()
-            src = (words, scales, zeros, blocks_n, chunks, groups)
-            produce(work, (weights_smem, bars), tma_act, mA, sA, src, lane, cfg)
+            rows = cfg.block_n // 32
+            smem = [sA]
+            offsets = (0, cfg.code_bytes, cfg.code_bytes + rows * cfg.block_scale_bytes)
+            widths = (256, 32 * cfg.stage_groups, 32 * cfg.stage_groups)
+            types = (cutlass.Int32, SCALE_DTYPE[cfg.scale], cutlass.Uint8)
+            for i in cutlass.range_constexpr(2 if cfg.symmetric else 3):
+                pitch = cfg.slot_bytes // (types[i].width // 8)
+                layout = cute.make_layout(
+                    (rows, widths[i], cfg.stages), stride=(widths[i], 1, pitch)
+                )
+                pointer = cute.recast_ptr(base + weights_at + offsets[i], dtype=types[i])
+                smem.append(cute.make_tensor(pointer, layout))
+            copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
+            produce(work, bars, copies, lane, cfg)
     else:
         cute.arch.setmaxregister_increase(232)
         ptx.wait_previous_grid()
         op = warpgroup.MmaF16BF16Op(
-            DTYPE[cfg.kind],
+            dtype,
             Float32,
             (64, cfg.block_m, 16),
             warpgroup.OperandSource.RMEM,
@@ -438,32 +519,51 @@ def matmul_kernel(
         )
         mma = cute.make_tiled_mma(cute.make_mma_atom(op))
         tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sA))
-        place = (warp // 4, warp % 4, lane)
+        gO = cute.local_tile(tensors[-1], (cfg.block_m, 64), (None, None))
+        target, source = cpasync.tma_partition(
+            tma[-1], 0, cute.make_layout(1), cute.group_modes(sO, 0, 2),
+            cute.group_modes(gO, 0, 2),
+        )  # fmt: skip
         consume(
-            work, (weights_smem, bars, tile_smem, flag), mma, tB, (out, bias, M, N, out_stride),
-            (workspace, counters), place, cfg,
+            work, (bars + weights_at, bars), mma, tB,
+            (tma[-1], source, target, bars + tile_at), (bias, N),
+            (workspace, counters, flag), (warp // 4, warp % 4, lane), cfg,
         )  # fmt: skip
 
 
 @cute.jit
 def launch_matmul(
-    act: cute.Tensor, words: Int64, scales: Int64, zeros: Int64, out: Int64, bias: Int64,
-    workspace: Int64, counters: Int64, N: Int32, out_stride: Int32, blocks_n: Int32,
-    chunks: Int32, groups: Int32, waves: Int32, blocks: Int32, stream, cfg: cutlass.Constexpr,
+    act: cute.Tensor, words: cute.Tensor, scales: cute.Tensor, zeros: cute.Tensor,
+    out: cute.Tensor, bias: Int64, workspace: Int64, counters: Int64, waves: Int32,
+    blocks: Int32, stream, cfg: cutlass.Constexpr,
 ):  # fmt: skip
-    """Launch on a stream. act [M, K] contiguous in K; the rest device addresses and sizes."""
+    """Launch on a stream. act [M, K], words int32 [N / 32, 4 K], scales and zeros [N / 32, 32 R],
+    out [M, N], all contiguous in their last dim; zeros is any such tensor where there are none."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, DTYPE[cfg.kind])
     layout = cute.tile_to_shape(atom, (cfg.block_m, 64, cfg.stages), order=(0, 1, 2))
-    tma_act, mA = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(),
-        act,
-        cute.slice_(layout, (None, None, 0)),
-        (cfg.block_m, 64),
-    )
+    rows = cfg.block_n // 32
+    width = 32 * cfg.stage_groups
+    plain = cute.make_layout((rows, width), stride=(width, 1))
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    one = cute.slice_(layout, (None, None, 0))
+    parts = [
+        cpasync.make_tiled_tma_atom(load, act, one, (cfg.block_m, 64)),
+        cpasync.make_tiled_tma_atom(
+            load, words, cute.make_layout((rows, 256), stride=(256, 1)), (rows, 256)
+        ),
+        cpasync.make_tiled_tma_atom(load, scales, plain, (rows, width)),
+    ]
+    if cutlass.const_expr(not cfg.symmetric):
+        parts.append(cpasync.make_tiled_tma_atom(load, zeros, plain, (rows, width)))
+    layout_out = cute.tile_to_shape(atom, (cfg.block_m, 64), order=(0, 1))
+    store = cpasync.CopyBulkTensorTileS2GOp()
+    parts.append(cpasync.make_tiled_tma_atom(store, out, layout_out, (cfg.block_m, 64)))
     matmul_kernel(
-        tma_act, mA, layout,
-        (words, scales, zeros, out, bias, workspace, counters),
-        (act.shape[0], N, out_stride, blocks_n, chunks, groups, waves),
+        tuple(part[0] for part in parts),
+        tuple(part[1] for part in parts),
+        layout,
+        (bias, workspace, counters),
+        (act.shape[0], out.shape[1], words.shape[0], words.shape[1] // 256, waves),
         cfg,
     ).launch(
         grid=(blocks, 1, 1),

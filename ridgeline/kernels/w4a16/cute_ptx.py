@@ -132,24 +132,6 @@ def bulk_load(dst, src, num_bytes, mbar, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def bulk_load_kept(dst, src, num_bytes, mbar, pred, *, loc=None, ip=None):
-    """As `bulk_load`, for data that every block reads: no eviction hint."""
-    text = (
-        "{\n .reg .pred p;\n setp.ne.s32 p, $4, 0;\n"
-        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [$0], [$1], $2, [$3];\n}"
-    )
-    operands = [
-        _i32(dst, loc, ip),
-        _i64(src, loc, ip),
-        _i32(num_bytes, loc, ip),
-        _i32(mbar, loc, ip),
-        _i32(pred, loc, ip),
-    ]
-    _asm(None, operands, text, "r,l,r,r,r,~{memory}", loc, ip)
-
-
-@dsl_user_op
 def lds128(address, *, loc=None, ip=None):
     """Four words of shared memory."""
     text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -212,13 +194,17 @@ def sts64f(address, values, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts128_zero(address, pred, *, loc=None, ip=None):
-    """Store 16 zero bytes to shared memory."""
-    text = (
-        "{\n .reg .pred p;\n .reg .b32 z;\n setp.ne.s32 p, $1, 0;\n mov.b32 z, 0;\n"
-        " @p st.shared.v4.b32 [$0], {z, z, z, z};\n}"
-    )
-    _asm(None, [_i32(address, loc, ip), _i32(pred, loc, ip)], text, "r,r,~{memory}", loc, ip)
+def copy_async(dst, src, num_bytes, *, loc=None, ip=None):
+    """Start copying 16 bytes to shared memory, zeros behind the first `num_bytes` (0 or 16)."""
+    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    operands = [_i32(dst, loc, ip), _i64(src, loc, ip), _i32(num_bytes, loc, ip)]
+    _asm(None, operands, text, "r,l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def copy_async_wait(*, loc=None, ip=None):
+    """Wait for all of this thread's `copy_async`."""
+    _asm(None, [], "cp.async.wait_all;", "~{memory}", loc, ip)
 
 
 @dsl_user_op
@@ -263,26 +249,17 @@ def mma_16816(a, b0, b1, c, is_bf16, *, loc=None, ip=None):
 def widen_pair(word, kind, *, loc=None, ip=None):
     """Two 16-bit floats of a word as fp32; kind is "bf16" or "f16"."""
     if kind == "bf16":
-        text = "shl.b32 $0, $2, 16;\n and.b32 $1, $2, 0xFFFF0000;"
+        text = (
+            "{\n .reg .b32 lo, hi;\n shl.b32 lo, $2, 16;\n and.b32 hi, $2, 0xFFFF0000;\n"
+            " mov.b32 $0, lo;\n mov.b32 $1, hi;\n}"
+        )
     else:
         text = (
             "{\n .reg .b16 lo, hi;\n mov.b32 {lo, hi}, $2;\n"
             " cvt.f32.f16 $0, lo;\n cvt.f32.f16 $1, hi;\n}"
         )
-    constraints = "=&f,=f,r"
-    if kind == "bf16":
-        text = (
-            "{\n .reg .b32 lo, hi;\n shl.b32 lo, $2, 16;\n and.b32 hi, $2, 0xFFFF0000;\n"
-            " mov.b32 $0, lo;\n mov.b32 $1, hi;\n}"
-        )
-    out = _pure(_struct(T.f32(), 2), [_i32(word, loc, ip)], text, constraints, loc, ip)
+    out = _pure(_struct(T.f32(), 2), [_i32(word, loc, ip)], text, "=f,=f,r", loc, ip)
     return _floats(out, 2, loc, ip)
-
-
-@dsl_user_op
-def bits_to_float(word, *, loc=None, ip=None):
-    """Reinterpret 32 bits."""
-    return Float32(_pure(T.f32(), [_i32(word, loc, ip)], "mov.b32 $0, $1;", "=f,r", loc, ip))
 
 
 @dsl_user_op
@@ -353,7 +330,7 @@ def launch_next_grid(*, loc=None, ip=None):
 
 
 @dsl_user_op
-def ones_operand(bits, *, loc=None, ip=None):
+def constant(bits, *, loc=None, ip=None):
     """A register with constant bits."""
     return Int32(_pure(T.i32(), [_i32(bits, loc, ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
 
