@@ -1,1 +1,1 @@
-"""Facts and rules every other room stands on; imports nothing of ours and no torch at import time."""
+"""Facts and rules that every other room stands on; imports no torch at import time."""

@@ -1,8 +1,9 @@
 """What a machine is: family, on-chip sizes, ceilings.
 
-Facts of an architecture (`sm90`) come from NVIDIA's documents; ceilings (bytes/s, FLOP/s) are either
-`measured` on the machine by `ridgeline doctor` and kept in the cache, or defaults measured on one
-card of that family (named in `source`). Nothing here touches a GPU unless `detect("cuda")` is called.
+Facts of an architecture (`sm90`) come from NVIDIA's documents; ceilings (bytes/s, FLOP/s) are
+either `measured` on the machine by `ridgeline doctor` and kept in the cache, or defaults measured
+on one card of that family (named in `source`). Nothing here touches a GPU unless `detect("cuda")`
+is called.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Arch:
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
-# Shared memory per block and unit counts: CUDA C++ Programming Guide, table of compute capabilities.
-# H200 ceilings: measured 2026-11-29, PyTorch 2.11.0+cu130; the others are datasheet rates times 0.8.
+# Shared memory per block and unit counts: CUDA C++ Programming Guide, compute capabilities.
+# H200 ceilings: measured 2026-11-29, PyTorch 2.11.0+cu130; the others are datasheet rates x 0.8.
 KNOWN: dict[str, Arch] = {
     "cpu": Arch(
         name="cpu",
@@ -177,7 +178,7 @@ def pretend(name: str) -> Arch:
 
 
 def detect(device: torch.device | str = "cpu") -> Arch:
-    """The architecture of a device at hand, with the ceilings that `ridgeline doctor` measured on it.
+    """The architecture of a device at hand, with the ceilings that `doctor` measured on it.
 
     Raises: ValueError for a device type other than cpu and cuda.
     """

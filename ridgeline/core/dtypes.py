@@ -1,4 +1,4 @@
-"""Dtype names, widths and their torch counterparts (torch imported only when a tensor is at hand)."""
+"""Dtype names, widths and their torch counterparts (imported only when needed)."""
 
 from __future__ import annotations
 

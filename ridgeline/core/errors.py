@@ -1,4 +1,4 @@
-"""The one form of an error a caller can cause: `<op>: <arg> must <rule>, got <value>; <what to do>`.
+"""The one form of an error: `<op>: <arg> must <rule>, got <value>; <what to do>`.
 
 ValueError, TypeError and NotImplementedError for arguments; UserError for what is wrong outside the
 program (files, downloads, a machine that lacks something). The command line prints either as one
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something outside the program is wrong (a file, a download, the machine); the message is one line."""
+    """Something outside the program is wrong (a file, a download); the message is one line."""
 
 
 def message(op: str, arg: str, must: str, got: object, do: str) -> str:

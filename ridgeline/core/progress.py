@@ -1,4 +1,4 @@
-"""Progress of anything over two seconds, for people (a rich bar on stderr) and machines (JSON lines).
+"""Progress of anything over two seconds: a rich bar on stderr, lines, or JSON for machines.
 
 One reporter a process, chosen by the command line: `bars` (a terminal), `lines` (stderr is no
 terminal: a line every few seconds), `json` (an event a line on stdout), `quiet` (a library call).
@@ -88,7 +88,9 @@ def _rich_task(name: str, total: float | None, unit: str) -> Iterator[Advance]:
         handle = bar.add_task(name, total=total, note="")
 
         def advance(amount: float = 1, *, note: str = "") -> None:
-            bar.update(handle, advance=amount, **({"note": note} if note else {}))
+            bar.update(handle, advance=amount)
+            if note:
+                bar.update(handle, note=note)
 
         yield advance
 

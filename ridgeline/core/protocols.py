@@ -25,8 +25,10 @@ class BlockwiseModel(Protocol):
         ...
 
     def linear_groups(self) -> list[list[str]]:
-        """Linears of a block that share one input, in data-flow order, as names inside the block:
-        [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ...]."""
+        """Linears of a block that share one input, in data-flow order, named inside the block.
+
+        [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ...]
+        """
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Impl:
     fallback: bool = False
     """True where being chosen automatically deserves a warning on that machine's GPU."""
     config: Callable[[Any, Arch], Any] | None = None
-    """The pure function (problem, arch) -> tile config, for `explain`; None where there is no tile."""
+    """The pure function (problem, arch) -> tile config, for `explain`; None: no tile."""
     summary: str = ""
     """One line for tables."""
 

@@ -1,7 +1,8 @@
 """The floor of a problem's time: no version runs much faster than the larger of two quotients.
 
-floor = max(FLOPs / arithmetic ceiling, bytes / read ceiling); the ridge is the arithmetic intensity
-(FLOPs per byte) at which the two are equal. Source: Williams, Waterman, Patterson, "Roofline", 2009.
+floor = max(FLOPs / arithmetic ceiling, bytes / read ceiling); the ridge is the arithmetic
+intensity (FLOPs per byte) at which the two are equal.
+Source: Williams, Waterman, Patterson, "Roofline", 2009.
 """
 
 from __future__ import annotations

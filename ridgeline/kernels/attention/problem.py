@@ -1,10 +1,10 @@
-"""The attention problem: shapes, dtypes and options of one call, and what an implementation receives.
+"""The attention problem: shapes, dtypes and options of one call.
 
     S = softcap(scale * Q K^T) + bias - alibi ; mask ; P = softmax([S, sink]) ; O = dropout(P) V
 
 Meaning shared by every implementation:
 - causal is bottom-right aligned: query i of S sees keys j <= i + T - S;
-- a window (left, right) is inclusive: i + T - S - left <= j <= i + T - S + right, None is unbounded;
+- a window (left, right) is inclusive: i + T - S - left <= j <= i + T - S + right; None: unbounded;
 - a row with nothing to attend to gives O = 0 and LSE = -inf (with a sink: LSE = the sink);
 - H / G query heads share a key/value head; head h reads key/value head h // (H / G);
 - softmax_scale defaults to 1 / sqrt(D); LSE is natural-log, fp32, of the scaled, masked scores
@@ -141,4 +141,4 @@ class AttentionExtras:
     """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is."""
     dropout_seed: int = 0
     dropout_offset: int = 0
-    """Counter-based RNG: the mask is a function of (seed, offset, batch, head, i, j) only; see rng.py."""
+    """Counter-based: the mask is a function of (seed, offset, batch, head, i, j); see rng.py."""

@@ -1,4 +1,4 @@
-"""The W4A16 problem: out_MN = act_MK @ dequant(W)_NK^T (+ bias_N), int4 weights, 16-bit activations."""
+"""The W4A16 problem: out_MN = act_MK @ dequant(W)_NK^T (+ bias_N), packed int4 weights."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class W4A16Problem:
     """Epilogue: silu(gate) * up over a fused gate-up pair; the output then has n / 2 columns."""
     batch_invariant: bool = False
     """A row's result must not depend on the batch it sits in."""
+    bits: int = 4
+    """Of a code: 2, 3, 4 or 8 (4 is what the fast implementations take)."""
 
     @property
     def op(self) -> str:
@@ -44,8 +46,10 @@ class W4A16Problem:
 
     def weight_bytes(self) -> float:
         """Packed codes, scales and zero points."""
-        zeros = 0 if self.symmetric else self.n * self.groups / 2
-        return self.n * self.k / 2 + self.n * self.groups * itemsize_bytes(self.scale_dtype) + zeros
+        code_bytes = self.bits / 8
+        zeros = 0 if self.symmetric else self.n * self.groups * code_bytes
+        scales = self.n * self.groups * itemsize_bytes(self.scale_dtype)
+        return self.n * self.k * code_bytes + scales + zeros
 
     def cost(self) -> Cost:
         """2 M N K FLOPs; weights, activations and output moved once."""

@@ -1,0 +1,58 @@
+# Two commands matter: `make quickstart` and `make test`. Both make the environment (.venv) if it is not there.
+# Variables: PYTHON (3.11 or 3.12), PIP_ARGS (e.g. an index of your own), ARGS (passed on: make quickstart ARGS=--json).
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+# A machine without an NVIDIA GPU gets a CPU build of PyTorch; one with a GPU the newest build in our range.
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+ifeq ($(filter-out 0,$(GPU)),)
+CONSTRAINTS := -c constraints/cpu.txt
+else
+CONSTRAINTS := -c constraints/gpu.txt
+endif
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) $(PIP_ARGS)
+# One worker a core: the tests keep PyTorch to one thread each.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: quickstart test check format env env-test clean help
+help:
+	@echo "make quickstart   environment, package, then 'ridgeline quickstart' (real weights, about five minutes)"
+	@echo "make test         environment, then the tests"
+	@echo "make check        ruff, format, types"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: PYTHON must be Python 3.11 or 3.12, found none; install one or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) could not make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }
+
+$(VENV)/.package: $(BIN)/python pyproject.toml constraints/cpu.txt constraints/gpu.txt
+	@echo "installing ridgeline into $(VENV) (PyTorch included: a few minutes the first time)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.package
+	@echo "installing what the tests need"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+env: $(VENV)/.package
+env-test: $(VENV)/.dev
+
+quickstart: env
+	@$(BIN)/ridgeline quickstart $(ARGS)
+
+test: env-test
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+check: env-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: env-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

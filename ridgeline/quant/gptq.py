@@ -1,0 +1,355 @@
+"""GPTQ: round a weight column by column, spreading each column's error over the columns to come.
+
+Minimize tr (Q - W) H (Q - W)^T over codes, H = X^T X of the layer's inputs. With U the upper
+Cholesky factor of H^-1 (columns in processing order), column k is rounded and its error e = (w_k -
+q_k) / U_kk is taken from the later columns: w_j -= e U_kj. Columns go in blocks of 128: inside a
+block each column first collects the block's earlier errors (one matrix-vector product), later
+blocks are updated once a block (one matrix product).
+Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K small
+steps, so layers that share an input are stacked along N and solved together (rows are independent
+given U).
+Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, sections 3.2-3.3 (arXiv 2210.17323);
+static groups and act-order: the same authors' public notes; scale refit and the second solve: ours,
+docs/log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.grid import GridSpec, group_view, range_params
+from ridgeline.quant.scales import fit_group_params, refit_scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQOptions:
+    """How one layer is solved."""
+
+    order: str = "static"
+    """natural: columns as stored; static: by descending diagonal of H with groups kept as stored
+    (no cost at run time); activation: by descending diagonal with groups along that order (g_idx in
+    the file, "desc_act")."""
+    damping: float = 0.01
+    """Added to the diagonal of H, as a fraction of its mean. Range (0, 1]."""
+    damping_step: float = 0.01
+    """Added to the fraction whenever the factorization fails; each raise is reported."""
+    damping_limit: float = 1.0
+    """Where raising stops and the layer is refused."""
+    block: int = 128
+    """Columns between two updates of the rest."""
+    clip_search: bool = True
+    """Choose each group's scale for least weighted rounding error instead of its extremes."""
+    refits: int = 1
+    """Times that scales are fitted to the codes in the metric H and the columns solved again
+    (static and natural order only)."""
+
+    def __post_init__(self) -> None:
+        if self.order not in ("natural", "static", "activation"):
+            raise bad_value(
+                "gptq",
+                "order",
+                "be natural, static or activation",
+                repr(self.order),
+                "choose one of these",
+            )
+        if not 0.0 < self.damping <= 1.0:
+            raise bad_value("gptq", "damping", "lie in (0, 1]", self.damping, "0.01 is usual")
+        if self.damping_step <= 0.0 or self.damping_limit < self.damping:
+            raise bad_value(
+                "gptq",
+                "damping_limit",
+                "be at least damping, with a positive step",
+                (self.damping_limit, self.damping_step),
+                "keep the defaults",
+            )
+        if self.block < 1:
+            raise bad_value("gptq", "block", "be at least 1", self.block, "128 is usual")
+        if self.refits < 0:
+            raise bad_value("gptq", "refits", "be 0 or more", self.refits, "1 is usual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """What happened to one layer."""
+
+    loss: float
+    """tr (Q - W) H (Q - W)^T over tokens and outputs: mean squared output error."""
+    relative_error: float
+    """sqrt of the loss over the mean squared output: norm(X (Q - W)^T) / norm(X W^T)."""
+    damping: float
+    """The fraction that was used, after any raises."""
+    damping_raises: int
+    dead_columns: int
+    """Inputs that were always zero; their weights are set to zero."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Hessian:
+    """X^T X of a layer's inputs, streamed in fp32, and the number of rows seen."""
+
+    sum_KK: torch.Tensor
+    tokens: int = 0
+
+    @classmethod
+    def zeros(cls, k: int, device: torch.device | str = "cpu") -> Hessian:
+        return cls(sum_KK=torch.zeros(k, k, dtype=torch.float32, device=device))
+
+    def add(self, x_MK: torch.Tensor) -> None:
+        """Take in more rows [..., K]."""
+        x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1]).float()
+        self.sum_KK.addmm_(x_MK.T, x_MK)
+        self.tokens += x_MK.shape[0]
+
+    def mean(self) -> torch.Tensor:
+        """X^T X / tokens."""
+        return self.sum_KK / max(self.tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """What the solver needs of H, in processing order."""
+
+    order_K: torch.Tensor
+    """int64 [K], column taken at each step."""
+    upper_KK: torch.Tensor
+    """Upper Cholesky factor of the inverse of the damped H."""
+    damping: float
+    raises: int
+    dead_K: torch.Tensor = field(repr=False)
+    """bool [K] in stored order."""
+
+
+def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer") -> Factor:
+    """Order, damp and factorize; more damping on failure, an error when that does not help.
+
+    Raises: UserError when H stays indefinite at damping_limit or is not finite.
+    """
+    if not bool(torch.isfinite(hessian_KK).all()):
+        raise UserError(
+            f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows "
+            "in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
+        )
+    diagonal = hessian_KK.diagonal()
+    dead = diagonal <= 0
+    H = hessian_KK.clone()
+    H.diagonal()[dead] = 1.0
+    if options.order == "natural":
+        order = torch.arange(len(diagonal), device=H.device)
+    else:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    H = H[order][:, order]
+    mean = float(diagonal.mean()) or 1.0
+    eye = H.diagonal().clone()
+    damping, raises = options.damping, 0
+    while True:
+        H.diagonal().copy_(eye + damping * mean)
+        upper, failed = _inverse_upper(H)
+        if not failed:
+            return Factor(
+                order_K=order, upper_KK=upper, damping=damping, raises=raises, dead_K=dead
+            )
+        damping, raises = damping + options.damping_step, raises + 1
+        if damping > options.damping_limit:
+            raise UserError(
+                f"gptq: the Hessian of {name} must be positive definite, got one that is not at "
+                f"damping {options.damping_limit:g}; give more calibration text"
+            )
+
+
+def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Upper U with H^-1 = U^T U, and whether it failed.
+
+    With J the reversal of order and J H J = L L^T, U = J L^-1 J: one factorization and one
+    triangular inverse instead of two factorizations around an inverse.
+    """
+    lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
+    if int(info):
+        return H, True
+    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
+    upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1).contiguous()
+    return upper, not bool(torch.isfinite(upper).all())
+
+
+def quantize_layers(
+    weights: list[torch.Tensor],
+    hessian_KK: torch.Tensor,
+    spec: GridSpec,
+    group_size: int,
+    options: GPTQOptions,
+    *,
+    name: str = "layer",
+) -> list[tuple[QuantizedWeight, LayerReport]]:
+    """Quantize layers that share one input (and so one H), solved together.
+
+    Shapes: weights [N_i, K] each; hessian [K, K], mean over tokens of x x^T, fp32 (fp64 stays).
+    Raises: UserError when H cannot be factorized.
+    """
+    H = hessian_KK if hessian_KK.dtype == torch.float64 else hessian_KK.float()
+    solver = _Solver(weights, H, factorize(H, options, name), spec, group_size, options)
+    signed_KN = solver.solve()
+    for _ in range(options.refits):
+        solver.refit(signed_KN)
+        signed_KN = solver.solve()
+    return solver.results(signed_KN, [len(w_NK) for w_NK in weights])
+
+
+class _Solver:
+    """The stacked layers, transposed to [K, N] so that a column is one run of memory."""
+
+    def __init__(
+        self,
+        weights: list[torch.Tensor],
+        H: torch.Tensor,
+        factor: Factor,
+        spec: GridSpec,
+        group_size: int,
+        options: GPTQOptions,
+    ) -> None:
+        self.H, self.factor, self.spec = H, factor, spec
+        self.group_size, self.options = group_size, options
+        self.original_KN = torch.cat([w_NK.to(H.dtype) for w_NK in weights]).T.contiguous()
+        self.target_KN = self.original_KN.masked_fill(factor.dead_K[:, None], 0.0)
+        # What a squared rounding error in a column finally costs, once the later columns have taken
+        # what they can of it; in processing order.
+        self.cost_K = factor.upper_KK.diagonal().square().reciprocal()
+        K, N = self.target_KN.shape
+        steps = torch.arange(K, device=H.device)
+        self.static = options.order == "static"
+        self.step_group_K = (factor.order_K if self.static else steps) // group_size
+        self.scale_RN = torch.zeros(-(-K // group_size), N, dtype=H.dtype, device=H.device)
+        self.zero_RN = torch.zeros_like(self.scale_RN)
+        # Static groups are set here; others from the updated weights when each group starts.
+        self.known = self.static
+        if self.static:
+            cost_K = torch.empty_like(self.cost_K)
+            cost_K[factor.order_K] = self.cost_K
+            padded = torch.nn.functional.pad(cost_K, (0, -K % group_size))
+            grouped = group_view(self.target_KN.T, group_size)
+            scale_NR, zero_NR = self._params(grouped, padded.reshape(-1, group_size))
+            self.scale_RN, self.zero_RN = scale_NR.T.contiguous(), zero_NR.T.contiguous()
+
+    def _params(
+        self, grouped: torch.Tensor, importance: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.options.clip_search:
+            return fit_group_params(grouped, importance, self.spec)
+        return range_params(grouped.amin(-1), grouped.amax(-1), self.spec)
+
+    def solve(self) -> torch.Tensor:
+        """All columns, block by block: signed codes (code - zero) [K, N] in processing order."""
+        work_KN = self.target_KN[self.factor.order_K]
+        upper_KK, block = self.factor.upper_KK, self.options.block
+        signed_KN = torch.empty_like(work_KN)
+        for start in range(0, len(work_KN), block):
+            stop = min(start + block, len(work_KN))
+            error_BN = self._solve_block(work_KN, signed_KN, start, stop)
+            if stop < len(work_KN):
+                work_KN[stop:].addmm_(upper_KK[start:stop, stop:].T, error_BN, alpha=-1)
+        self.known = True
+        return signed_KN
+
+    def _solve_block(
+        self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """The columns of one block in turn; their errors over U_kk."""
+        max_code = self.spec.max_code
+        error_BN = torch.empty_like(work_KN[start:stop])
+        # Row j holds U[start + i, start + j] for i < j: what column j takes of earlier errors.
+        taken_BB = self.factor.upper_KK[start:stop, start:stop].T.contiguous()
+        pivots = taken_BB.diagonal().tolist()
+        groups = self.step_group_K[start:stop].tolist()
+        for j, group in enumerate(groups):
+            step = start + j
+            if not self.known and step % self.group_size == 0:
+                self._set_group(work_KN, error_BN[:j], start, step)
+            w_N = work_KN[step]
+            if j:
+                w_N = torch.addmv(w_N, error_BN[:j].T, taken_BB[j, :j], alpha=-1)
+            scale_N, zero_N = self.scale_RN[group], self.zero_RN[group]
+            signed_N = signed_KN[step]
+            torch.div(w_N, scale_N, out=signed_N)
+            signed_N.round_().add_(zero_N).clamp_(0, max_code).sub_(zero_N)
+            torch.addcmul(w_N, signed_N, scale_N, value=-1, out=error_BN[j])
+            error_BN[j].div_(pivots[j])
+        return error_BN
+
+    def _set_group(
+        self, work_KN: torch.Tensor, error_JN: torch.Tensor, start: int, step: int
+    ) -> None:
+        """Group parameters from the weights as they stand when the group starts, the errors of this
+        block included (a group may begin inside a block or be longer than it)."""
+        end = min(step + self.group_size, len(work_KN))
+        current = work_KN[step:end] - self.factor.upper_KK[start:step, step:end].T @ error_JN
+        scale_N, zero_N = self._params(current.T, self.cost_K[step:end])
+        group = step // self.group_size
+        self.scale_RN[group], self.zero_RN[group] = scale_N, zero_N
+
+    def refit(self, signed_KN: torch.Tensor) -> None:
+        """Scales by least squares for the codes at hand; they stay fixed in the next solve.
+
+        Groups are contiguous in stored order when static, else in processing order.
+        """
+        order = self.factor.order_K
+        damped_KK = self.H.clone()
+        damped_KK.diagonal().add_(self.factor.damping * self.H.diagonal().mean())
+        target_KN = self.target_KN
+        if self.static:
+            codes_KN = torch.empty_like(signed_KN)
+            codes_KN[order] = signed_KN
+        else:
+            codes_KN, target_KN = signed_KN, target_KN[order]
+            damped_KK = damped_KK[order][:, order]
+        scale_RN = refit_scales(target_KN, codes_KN, damped_KK, self.group_size, self.scale_RN)
+        self.scale_RN = self.spec.store(scale_RN)
+
+    def results(
+        self, signed_KN: torch.Tensor, rows: list[int]
+    ) -> list[tuple[QuantizedWeight, LayerReport]]:
+        """Undo the order, split the stack, measure."""
+        order, spec = self.factor.order_K, self.spec
+        code_KN = torch.empty(signed_KN.shape, dtype=torch.uint8, device=order.device)
+        code_KN[order] = (signed_KN + self.zero_RN[self.step_group_K]).to(torch.uint8)
+        group_of_K = torch.empty(len(order), dtype=torch.int32, device=order.device)
+        group_of_K[order] = self.step_group_K.to(torch.int32)
+        code_NK, scale_NR = code_KN.T, self.scale_RN.T.to(spec.scale_dtype)
+        zero_NR = self.zero_RN.T.to(torch.uint8)
+        results, first = [], 0
+        for count in rows:
+            part = slice(first, first + count)
+            first += count
+            weight = QuantizedWeight(
+                code_NK=code_NK[part].contiguous(),
+                scale_NR=scale_NR[part].contiguous(),
+                zero_NR=None if spec.symmetric else zero_NR[part].contiguous(),
+                bits=spec.bits,
+                group_size=self.group_size,
+                group_of_K=group_of_K if self.options.order == "activation" else None,
+            )
+            w_NK = self.original_KN[:, part].T
+            loss, relative = output_error(w_NK, weight.dequantize().to(w_NK.dtype), self.H)
+            report = LayerReport(
+                loss=loss,
+                relative_error=relative,
+                damping=self.factor.damping,
+                damping_raises=self.factor.raises,
+                dead_columns=int(self.factor.dead_K.sum()),
+            )
+            results.append((weight, report))
+        return results
+
+
+def output_error(
+    w_NK: torch.Tensor, q_NK: torch.Tensor, hessian_KK: torch.Tensor
+) -> tuple[float, float]:
+    """(mean squared error a token, relative error) of a layer's output for inputs with this H."""
+
+    def energy(x_NK: torch.Tensor) -> float:
+        return float(((x_NK @ hessian_KK) * x_NK).sum())
+
+    loss = max(energy(q_NK - w_NK), 0.0)
+    total = energy(w_NK)
+    return loss, (loss / total) ** 0.5 if total > 0 else 0.0

@@ -1,0 +1,303 @@
+"""A linear layer on packed weights, in the place of nn.Linear.
+
+Its buffers are the checkpoint's own tensors (qweight, qzeros, scales, g_idx, bias), so state_dict()
+loads and saves a quantized checkpoint bit for bit. What a kernel reads is a second layout, made
+from them at the first forward on a device and dropped when they change or move. Casting the module
+(`.to(torch.bfloat16)`) changes the activations' dtype, never the stored scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ridgeline.core.errors import bad_type, bad_value
+from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.kernels.w4a16.op import prepare, w4a16_linear
+from ridgeline.kernels.w4a16.prepared import Prepared
+
+
+class QuantizedLinear(nn.Module):
+    """out = x @ dequant(W)^T + bias, x [..., K] in `dtype`."""
+
+    def __init__(
+        self,
+        layout: GPTQFormat,
+        n: int,
+        k: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        impl: str = "auto",
+    ) -> None:
+        """Buffers of the right shapes, not yet filled (device "meta" holds no memory)."""
+        super().__init__()
+        self.layout, self.out_features, self.in_features = layout, n, k
+        self.dtype, self.impl = dtype, impl
+        self.bias: torch.Tensor | None = None
+        for name, spec in layout.tensor_specs(n, k, bias=bias).items():
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            self.register_buffer(name, tensor)
+        self._names = [name for name, buffer in self._buffers.items() if buffer is not None]
+        self._prepared: Prepared | None = None
+        self._prepared_from: torch.Tensor | None = None
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: QuantizedWeight,
+        layout: GPTQFormat,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        impl: str = "auto",
+    ) -> Self:
+        """Pack a quantized weight in a format's form.
+
+        Raises: ValueError when the weight is not of that form.
+        """
+        return cls.from_tensors(layout.pack(weight), layout, dtype=dtype, impl=impl)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        layout: GPTQFormat,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        impl: str = "auto",
+    ) -> Self:
+        """Take a checkpoint's tensors of one layer as they are."""
+        words_K, n = tensors["qweight"].shape
+        k = words_K * 32 // layout.bits
+        linear = cls(layout, n, k, bias="bias" in tensors, dtype=dtype, device="meta", impl=impl)
+        for name, tensor in tensors.items():
+            setattr(linear, name, tensor.detach())
+        return linear
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def weight_of(self) -> QuantizedWeight:
+        """The logical quantized weight. Raises: ValueError for damaged tensors."""
+        return self.layout.unpack(self.tensors())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W [N, K]."""
+        return self.weight_of().dequantize(dtype)
+
+    def prepare(self) -> Prepared:
+        """The kernel's layout, made now if it is not at hand (call before torch.compile).
+
+        Raises: NotImplementedError when no implementation takes the layer on its device.
+        """
+        source = self.qweight
+        assert isinstance(source, torch.Tensor)
+        if source.device.type == "meta":
+            raise bad_value(
+                "quantized linear",
+                "qweight",
+                "be loaded",
+                "a meta tensor",
+                "assign the checkpoint's tensors first",
+            )
+        if self._prepared is None or self._prepared_from is not source:
+            self._prepared = prepare(self.weight_of(), self.dtype, impl=self.impl)
+            self._prepared_from = source
+            self._bias_N = None if self.bias is None else self.bias.to(self.dtype)
+        return self._prepared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] in self.dtype -> [..., N]."""
+        prepared = self._prepared
+        if prepared is None or self._prepared_from is not self.qweight:
+            prepared = self.prepare()
+        return w4a16_linear(x, prepared, self._bias_N)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored tensors that a one-row forward needs: codes, scales, zero points where
+        they are not all the middle one, the group table under act-order, bias."""
+        names = ["qweight", "scales"]
+        names += [] if self.layout.symmetric else ["qzeros"]
+        names += ["g_idx"] if self.layout.desc_act else []
+        names += ["bias"] if self.bias is not None else []
+        tensors = self.tensors()
+        return sum(tensors[name].numel() * tensors[name].element_size() for name in names)
+
+    def shard(self, axis: str, rank: int, ranks: int) -> QuantizedLinear:
+        """This rank's part of the layer: axis "column" splits N, "row" splits K.
+
+        A row part keeps the bias on rank 0 only, so that summing the parts' outputs adds it once.
+        Raises: ValueError when the split does not fall on whole words and groups.
+        """
+        parts = self.layout.shard(self.tensors(), axis, rank, ranks)
+        if axis == "row" and rank:
+            parts.pop("bias", None)
+        return type(self).from_tensors(parts, self.layout, dtype=self.dtype, impl=self.impl)
+
+    def extra_repr(self) -> str:
+        group = self.layout.group_of(self.in_features)
+        return (
+            f"{self.in_features}, {self.out_features}, bits={self.layout.bits}, group={group}, "
+            f"bias={self.bias is not None}, dtype={self.dtype}"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move every buffer with fn; a cast changes the activations' dtype only."""
+        self._prepared = None
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        for name in self._names:
+            old = self._buffers[name]
+            assert old is not None
+            moved = fn(old)
+            self._buffers[name] = moved if moved.dtype == old.dtype else old.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._prepared = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def replace_linears(
+    model: nn.Module,
+    weights: Mapping[str, QuantizedWeight],
+    layout_of: Callable[[str], GPTQFormat | None],
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> nn.Module:
+    """Put a QuantizedLinear in the place of each named nn.Linear; returns the model.
+
+    weights: by full module name; layout_of: a Recipe's or GPTQConfig's method of that name; dtype:
+    of activations, None keeps each linear's.
+    Raises: ValueError for a name without a linear of that shape or without a layout. Nothing is
+    replaced then.
+    """
+    made: dict[str, QuantizedLinear] = {}
+    for name, weight in weights.items():
+        linear = _linear(model, name)
+        layout = layout_of(name)
+        if layout is None or tuple(linear.weight.shape) != weight.shape_nk:
+            raise bad_value(
+                "replace_linears",
+                name,
+                f"have a layout and shape {list(weight.shape_nk)}",
+                f"{layout}, {list(linear.weight.shape)}",
+                "use the recipe and model of the weights",
+            )
+        made[name] = QuantizedLinear.from_weight(
+            weight, layout, dtype=dtype or linear.weight.dtype, impl=impl
+        )
+        made[name].to(linear.weight.device)
+    for name, quantized in made.items():
+        model.set_submodule(name, quantized)
+    return model
+
+
+def empty_linears(
+    model: nn.Module,
+    names: Mapping[str, bool],
+    layout_of: Callable[[str], GPTQFormat | None],
+    *,
+    dtype: torch.dtype,
+    impl: str = "auto",
+) -> nn.Module:
+    """Replace named linears of a (meta) model by unfilled QuantizedLinears for a checkpoint to
+    fill.
+
+    names: full module name -> whether the checkpoint holds a bias for it.
+    Raises: ValueError for a name without a linear, or one that the config says is not quantized.
+    """
+    for name, bias in names.items():
+        linear = _linear(model, name)
+        layout = layout_of(name)
+        if layout is None:
+            raise bad_value(
+                "empty_linears",
+                name,
+                "be quantized by the config",
+                "an exception for it",
+                "the checkpoint contradicts its config",
+            )
+        n, k = linear.weight.shape
+        device = linear.weight.device
+        quantized = QuantizedLinear(layout, n, k, bias=bias, dtype=dtype, device=device, impl=impl)
+        model.set_submodule(name, quantized)
+    return model
+
+
+def quantized_linears(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """(full name, layer) of every quantized linear."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield name, module
+
+
+def prepare_linears(model: nn.Module) -> None:
+    """Make every layer's kernel layout now rather than at its first forward."""
+    for _, linear in quantized_linears(model):
+        linear.prepare()
+
+
+def concat_rows(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """One weight whose outputs are those of several on one input, in order (fused QKV, gate-up).
+
+    Raises: ValueError when widths, groups or act-orders differ.
+    """
+    first = weights[0]
+    for weight in weights[1:]:
+        same = (
+            weight.bits == first.bits
+            and weight.group_size == first.group_size
+            and weight.shape_nk[1] == first.shape_nk[1]
+            and weight.scale_NR.dtype == first.scale_NR.dtype
+            and torch.equal(weight.groups_K(), first.groups_K())
+            and (weight.bias_N is None) == (first.bias_N is None)
+        )
+        if not same:
+            raise bad_value(
+                "concat_rows",
+                "weights",
+                "agree in inputs, bits, groups, scale dtype and having a bias",
+                "ones that differ",
+                "keep them as separate layers",
+            )
+    zeros = None
+    if any(weight.zero_NR is not None for weight in weights):
+        middle = 2 ** (first.bits - 1)
+        zeros = torch.cat(
+            [
+                torch.full_like(w.scale_NR, middle, dtype=torch.uint8)
+                if w.zero_NR is None
+                else w.zero_NR
+                for w in weights
+            ]
+        )
+    biases = [weight.bias_N for weight in weights if weight.bias_N is not None]
+    return QuantizedWeight(
+        code_NK=torch.cat([weight.code_NK for weight in weights]),
+        scale_NR=torch.cat([weight.scale_NR for weight in weights]),
+        zero_NR=zeros,
+        bits=first.bits,
+        group_size=first.group_size,
+        group_of_K=first.group_of_K,
+        bias_N=torch.cat(biases) if biases else None,
+    )
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear):
+        raise bad_type(
+            "quantize", name, "name an nn.Linear", type(module).__name__, "check the layer's name"
+        )
+    return module

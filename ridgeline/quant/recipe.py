@@ -1,0 +1,127 @@
+"""What to do with a model: method, form, options, exceptions for some layers, calibration sizes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.quant.gptq import GPTQOptions
+
+METHODS = ("rtn", "gptq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """An exception for the linears whose full name a pattern matches."""
+
+    pattern: str
+    """A regular expression, searched in the full name ("model.layers.3.mlp.down_proj")."""
+    skip: bool = False
+    """Leave the layer as it is."""
+    bits: int | None = None
+    """Another width; None keeps the recipe's."""
+    group_size: int | None = None
+    """Another group size; None keeps the recipe's."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise bad_value(
+                "quantize",
+                "override.pattern",
+                "be a regular expression",
+                repr(self.pattern),
+                str(error),
+            ) from error
+        if self.skip and (self.bits is not None or self.group_size is not None):
+            raise bad_value(
+                "quantize",
+                "override",
+                "either skip a layer or change it",
+                f"both for {self.pattern!r}",
+                "keep one",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One quantization run."""
+
+    method: str = "gptq"
+    """rtn or gptq."""
+    layout: GPTQFormat = field(default_factory=lambda: GPTQFormat(group_size=64))
+    """Form of the result: width, group size, symmetry, storage dtype."""
+    gptq: GPTQOptions = field(default_factory=GPTQOptions)
+    """How gptq solves a layer."""
+    overrides: tuple[Override, ...] = ()
+    """The first whose pattern matches a layer counts."""
+    batch_sequences: int = 8
+    """Sequences of a calibration forward; bounds memory."""
+    exact_bf16_scales: bool = True
+    """Keep 8 significant bits of a scale, so that bf16 kernels hold it exactly too."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise bad_value(
+                "quantize",
+                "method",
+                f"be one of {', '.join(METHODS)}",
+                repr(self.method),
+                "choose one of these",
+            )
+        if self.batch_sequences < 1:
+            raise bad_value(
+                "quantize", "batch_sequences", "be at least 1", self.batch_sequences, "8 is usual"
+            )
+        if (self.gptq.order == "activation" and self.method == "gptq") != self.layout.desc_act:
+            raise bad_value(
+                "quantize",
+                "layout.desc_act",
+                "be true exactly when gptq.order is activation",
+                f"desc_act={self.layout.desc_act}, order={self.gptq.order}",
+                "set both",
+            )
+
+    def layout_of(self, name: str) -> GPTQFormat | None:
+        """The form of one layer by its full name; None: leave it as it is."""
+        for override in self.overrides:
+            if re.search(override.pattern, name):
+                if override.skip:
+                    return None
+                return replace(
+                    self.layout,
+                    bits=override.bits or self.layout.bits,
+                    group_size=override.group_size or self.layout.group_size,
+                )
+        return self.layout
+
+
+def calibration_blocks(
+    token_ids: torch.Tensor, *, sequences: int, length: int, seed: int = 0
+) -> torch.Tensor:
+    """Random whole blocks of a token stream, none twice: int64 [sequences, length].
+
+    The stream is cut into consecutive blocks of `length`; the rest at the end is not used.
+    Raises: ValueError for sizes below 1 and 2; UserError when the text is too short.
+    """
+    if sequences < 1 or length < 2:
+        raise bad_value(
+            "quantize",
+            "sequences and length",
+            "be at least 1 and 2",
+            (sequences, length),
+            "32 x 512 is usual",
+        )
+    blocks = token_ids.numel() // length
+    if blocks < sequences:
+        raise UserError(
+            f"quantize: the calibration text must hold {sequences} x {length} = "
+            f"{sequences * length} tokens, got {token_ids.numel()}; give more text or ask for less"
+        )
+    pick = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:sequences]
+    return token_ids.reshape(-1)[: blocks * length].reshape(blocks, length)[pick].long()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from ridgeline.core import files
+from ridgeline.core.errors import UserError
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "a.txt"
+    files.atomic_write_text(target, "old")
+    with pytest.raises(RuntimeError, match="stop"), files.atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("stop")
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    files.atomic_write_text(target, "new")
+    assert target.read_text() == "new"
+
+
+def test_full_disk_leaves_the_old_file_and_says_so(tmp_path):
+    target = tmp_path / "a.txt"
+    files.atomic_write_text(target, "old")
+    with pytest.raises(UserError, match=r"could not write .*a\.txt: No space left"):
+        with files.atomic_path(target):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_folder_is_published_whole(tmp_path):
+    target = tmp_path / "model"
+    with files.atomic_dir(target) as temporary:
+        (temporary / "x").write_text("1")
+    assert (target / "x").read_text() == "1"
+    with pytest.raises(UserError, match="exists already"), files.atomic_dir(target):
+        pass
+    with pytest.raises(KeyboardInterrupt), files.atomic_dir(target, overwrite=True) as temporary:
+        (temporary / "x").write_text("2")
+        raise KeyboardInterrupt
+    assert (target / "x").read_text() == "1"
+    with files.atomic_dir(target, overwrite=True) as temporary:
+        (temporary / "y").write_text("3")
+    assert [p.name for p in target.iterdir()] == ["y"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_full_disk_in_a_folder_keeps_the_old_folder(tmp_path):
+    target = tmp_path / "model"
+    with files.atomic_dir(target) as temporary:
+        (temporary / "x").write_text("1")
+    with pytest.raises(UserError, match="No space left"):
+        with files.atomic_dir(target, overwrite=True) as temporary:
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert (target / "x").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    files.atomic_write_text(tmp_path / "a.txt", "x")
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o666 & ~files._umask()

@@ -1,0 +1,19 @@
+"""One pin a tool, the same in pyproject.toml and pre-commit."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_same_pins_everywhere():
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "dev"
+    ]
+    pins = dict(entry.split("==") for entry in dev if "==" in entry)
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.search(r"ruff-pre-commit\n\s+rev: v([\d.]+)", hooks)[1] == pins["ruff"]
+    assert re.search(r"basedpyright==([\d.]+)", hooks)[1] == pins["basedpyright"]
