@@ -1,8 +1,15 @@
-"""Tile configs of the W4A16 GPU kernels: pure functions of problem and architecture."""
+"""Tile configs of the W4A16 GPU kernels: pure functions of the layer, the rows and the device."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ridgeline.kernels.w4a16.layout import PackedW4
 
 KIND = {"bfloat16": "bf16", "float16": "f16"}
 SCALE_KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -214,3 +221,85 @@ class MatmulConfig:
         """Barriers, activations, output tile, weights."""
         tile = self.block_m * self.block_n * 2
         return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + tile
+
+
+DECODE_ROWS = 16
+"""Most rows of the decode kernel's default use; above, WGMMA is faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a kernel is compiled for, besides its tile."""
+
+    kind: str
+    scale: str
+    symmetric: bool
+    packed_group: int
+    """0 for one scale along K."""
+
+
+def traits_of(packed: PackedW4, dtype: torch.dtype) -> Traits:
+    """Traits of a packed weight under activations of a dtype."""
+    return Traits(
+        kind=KIND[str(dtype).removeprefix("torch.")],
+        scale=SCALE_KIND[str(packed.scale_TRgj.dtype).removeprefix("torch.")],
+        symmetric=packed.symmetric,
+        packed_group=0 if packed.per_channel else packed.packed_group,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLaunch:
+    """A decode kernel and how it is launched."""
+
+    config: DecodeConfig
+    blocks: int
+    """Along the outputs; times `splits` along K."""
+    splits: int
+    max_units: int
+    """Most stages of K that a warp owns."""
+    workspace_floats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulLaunch:
+    """A WGMMA kernel and how it is launched."""
+
+    config: MatmulConfig
+    waves: int
+    """Whole tiles a block computes before the rest is shared along K."""
+    blocks: int
+    workspace_floats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonConfig:
+    """Tile of the portable kernel."""
+
+    block_m: int
+    block_r: int
+    """Word rows: two outputs each."""
+    block_c: int
+    """Word columns: four inputs each, 32 at most (128 slots, the multiple K is padded to)."""
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def triton_config(m: int, n: int, k: int, packed_group: int, invariant: bool) -> TritonConfig:
+    """Tile for m rows of a layer with padded n and k; with `invariant`, one for every m."""
+    rows = 16 if invariant or m <= 16 else 32 if m <= 32 else 64
+    splits = 1
+    if rows == 16:
+        # enough blocks for a large GPU: some 256 of 64 outputs
+        while splits < 8 and (n // 64) * splits < 256 and k // (128 * splits * 2) >= 4:
+            splits *= 2
+    wide = rows == 64
+    return TritonConfig(
+        block_m=rows,
+        block_r=64 if wide else 32,
+        block_c=32 if packed_group >= 128 else 16,
+        splits=splits,
+        num_warps=8 if wide else 4,
+        num_stages=3,
+    )

@@ -28,6 +28,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
 from ridgeline.kernels.w4a16.config import DecodeConfig
@@ -403,4 +404,16 @@ def launch_decode(
         use_pdl=cfg.pdl,
         min_blocks_per_mp=cfg.blocks_per_sm,
         preferred_smem_carveout=100,
+    )
+
+
+def trace(config: DecodeConfig, architecture: str):
+    """Compile for an architecture without a GPU; the result can be called or exported."""
+    return cute.compile(
+        launch_decode,
+        *[Int64(0)] * 8,
+        *[Int32(1)] * 12,
+        make_fake_stream(),
+        config,
+        options=f"--enable-tvm-ffi --gpu-arch {architecture}",
     )

@@ -25,6 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
 from ridgeline.kernels.w4a16.config import MatmulConfig
@@ -573,3 +574,31 @@ def launch_matmul(
         use_pdl=cfg.pdl,
         min_blocks_per_mp=1,
     )  # fmt: skip
+
+
+def trace(config: MatmulConfig, architecture: str):
+    """Compile for an architecture without a GPU; the result can be called or exported."""
+    dtype = DTYPE[config.kind]
+    return cute.compile(
+        launch_matmul,
+        _matrix(dtype, 8),
+        _matrix(cutlass.Int32, 256),
+        _matrix(SCALE_DTYPE[config.scale], 32),
+        _matrix(cutlass.Uint8, 32),
+        _matrix(dtype, 8),
+        *[Int64(0)] * 3,
+        *[Int32(1)] * 2,
+        make_fake_stream(),
+        config,
+        options=f"--enable-tvm-ffi --gpu-arch {architecture}",
+    )
+
+
+def _matrix(dtype, divisibility: int):
+    """A matrix of any size, contiguous in its last dim, rows at multiples of 16 bytes."""
+    return make_fake_tensor(
+        dtype,
+        (cute.sym_int(), cute.sym_int(divisibility=divisibility)),
+        stride=(cute.sym_int64(divisibility=divisibility), 1),
+        assumed_align=16,
+    )

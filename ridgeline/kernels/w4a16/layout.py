@@ -34,6 +34,7 @@ keep a column behind the others, so that `unpack(pack(w)) == w` also for them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -173,6 +174,38 @@ def unpack(packed: PackedW4) -> QuantizedWeight:
         group_size=packed.group_size,
         group_of_K=group_of_K,
         bias_N=packed.bias_N,
+    )
+
+
+def to_tensors(packed: PackedW4) -> tuple[torch.Tensor, ...]:
+    """The weight as a tuple of tensors of one device: words, scales, zeros, sources, group mark.
+
+    What is absent is an empty tensor; the mark is an empty tensor whose width is the packed group.
+    """
+    device = packed.word_TCrli.device
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    mark = torch.empty(0, packed.packed_group, dtype=torch.uint8, device=device)
+    zero = none if packed.zero_TRgj is None else packed.zero_TRgj
+    source = none if packed.source_K is None else packed.source_K
+    return packed.word_TCrli, packed.scale_TRgj, zero, source, mark
+
+
+def from_tensors(tensors: Sequence[torch.Tensor], *, n: int, k: int) -> PackedW4:
+    """What `to_tensors` was given, as far as kernels need it (not the groups that `unpack` needs)."""
+    word, scale, zero, source, mark = tensors[:5]
+    packed_group = mark.shape[1]
+    return PackedW4(
+        word_TCrli=word,
+        scale_TRgj=scale,
+        zero_TRgj=zero if zero.numel() else None,
+        source_K=source if source.numel() else None,
+        group_of_R=None,
+        bias_N=None,
+        n=n,
+        k=k,
+        group_size=packed_group,
+        packed_group=packed_group,
+        num_groups=scale.shape[1],
     )
 
 

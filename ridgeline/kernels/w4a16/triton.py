@@ -79,20 +79,18 @@ def _w4a16_kernel(
     word_row = (r_safe // 16).to(tl.int64) * C64 * 256 + (r_safe // 8 % 2) * 128 + r_safe % 8 * 16
     low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     high = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for tile in range(split * k_tiles, split * k_tiles + k_tiles):
+    first = split * k_tiles
+    for tile in range(first, tl.minimum(first + k_tiles, C64 * 16 // BLOCK_C)):
         c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
         C, i, t = c // 16, c // 4 % 4, c % 4
-        mask_c = C < C64
-        at = word_row[:, None] + (C * 256 + t * 4 + i)[None, :]
-        word = tl.load(word_ptr + at, mask=mask_c[None, :], other=0)
-        c_k = tl.where(mask_c, C * 64 + i * 16 + t * 2, 0)
-        live = tl.where(tl.min(tl.where(mask_c, 1, 0), 0) > 0, K, 0)
+        word = tl.load(word_ptr + word_row[:, None] + (C * 256 + t * 4 + i)[None, :])
+        c_k = C * 64 + i * 16 + t * 2
         low = _half(
-            low, word, scale_ptr, zero_ptr, act_row, mask_m, r_safe, c_k, live, R, 0,
+            low, word, scale_ptr, zero_ptr, act_row, mask_m, r_safe, c_k, K, R, 0,
             GROUP, ONE_GROUP, HAS_ZERO,
         )  # fmt: skip
         high = _half(
-            high, word, scale_ptr, zero_ptr, act_row, mask_m, r_safe, c_k, live, R, 1,
+            high, word, scale_ptr, zero_ptr, act_row, mask_m, r_safe, c_k, K, R, 1,
             GROUP, ONE_GROUP, HAS_ZERO,
         )  # fmt: skip
     n = (r // 16) * 32 + (r // 8 % 2) * 16 + r % 8
