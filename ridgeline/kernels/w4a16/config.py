@@ -115,15 +115,15 @@ class DecodeConfig:
         before its buffer is."""
         return self.reducers * -(-self.red_buffers // self.reducers)
 
-    def barrier_offsets(self) -> tuple[int, int, int]:
-        """Ring, full, empty."""
+    def barrier_offsets(self) -> tuple[int, int, int, int]:
+        """Ring, full, empty, activations."""
         full = self.warps * self.stages * 8
         empty = full + self.full_barriers * 8
-        return 0, full, empty
+        return 0, full, empty, empty + self.red_buffers * 8
 
     @property
     def ring_offset(self) -> int:
-        end = self.barrier_offsets()[2] + self.red_buffers * 8
+        end = self.barrier_offsets()[3] + self.warps * 8
         return -(-end // 128) * 128
 
     @property
@@ -157,9 +157,11 @@ class MatmulConfig:
     packed_group: int
     """32, 64, 128, 256, or 0 for one scale along K."""
     block_m: int
-    """Rows of activations a tile: 32, 64, 128 or 256 (WGMMA's n)."""
+    """Rows of activations a tile: 16, 32, 64, 128 or 256 (WGMMA's n)."""
+    consumers: int
+    """Warpgroups that multiply: 2 or 4."""
     row_mmas: int
-    """WGMMAs of 64 outputs a warpgroup: a tile has 128 row_mmas outputs."""
+    """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
     stages: int
     """Stages of 64 inputs in flight; even."""
     pdl: bool = True
@@ -167,11 +169,16 @@ class MatmulConfig:
     @property
     def block_n(self) -> int:
         """Outputs a tile."""
-        return 128 * self.row_mmas
+        return 64 * self.consumers * self.row_mmas
 
     @property
     def per_channel(self) -> bool:
         return self.packed_group == 0
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of 65,536 in all; the producer's group keeps 40 a thread."""
+        return 232 if self.consumers == 2 else 104
 
     @property
     def stage_groups(self) -> int:

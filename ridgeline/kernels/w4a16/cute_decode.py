@@ -116,17 +116,19 @@ def issue_stage(state, slot_addr, mbar, lane, src, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def load_activations(act, act_smem, pitch, lane, rows, cfg: cutlass.Constexpr):
+def load_activations(act, act_smem, pitch, mbar, lane, rows, cfg: cutlass.Constexpr):
     """Bring the warp's inputs of every row to shared memory, zeros behind the last input."""
     M, K, stride, k0, span = rows
-    per_row = span // 8
-    for j in cutlass.range(lane, M * per_row, 32, unroll=4):
-        m = j // per_row
-        k = (j - m * per_row) * 8
-        inside = Int32(k0 + k < K)
-        source = act + (Int64(m) * stride + (k0 + k) * inside) * 2
-        ptx.copy_async(act_smem + m * pitch + k * 2, source, inside * 16)
-    ptx.copy_async_wait()
+    have = cutlass.min(cutlass.max(K - k0, 0), span)
+    ptx.mbar_expect(mbar, have * 2 * M, Int32(lane == 0))
+    cute.arch.sync_warp()
+    for m in cutlass.range(lane, M, 32, unroll=1):
+        source = act + (Int64(m) * stride + k0) * 2
+        ptx.bulk_load_kept(act_smem + m * pitch, source, have * 2, mbar, Int32(have > 0))
+    pad = (span - have) // 8
+    for j in cutlass.range(lane, pad * M, 32, unroll=1):
+        ptx.sts128_zero(act_smem + (j // pad) * pitch + (have + (j % pad) * 8) * 2)
+    ptx.mbar_wait(mbar, 0)
     cute.arch.sync_warp()
 
 
@@ -147,7 +149,7 @@ def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
 def sum_groups(act_lane, sum_smem, lane, num_groups, cfg: cutlass.Constexpr):
     """Group sums of the warp's activations, times what `group_start` wants."""
     ones = [ptx.constant(ONES[cfg.kind])] * 4
-    for group in cutlass.range(num_groups, unroll=2):
+    for group in cutlass.range(num_groups, unroll=1):
         for n in cutlass.range_constexpr(cfg.nt):
             s0, s1 = sum_group(act_lane[n], group, ones, cfg)
             where = sum_smem + (group * 8 * cfg.nt + n * 8 + 2 * (lane % 4)) * 4
@@ -286,10 +288,12 @@ def decode_kernel(
     lane = tid % 32
 
     smem = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-    ring_bar, full, empty = cfg.barrier_offsets()
+    ring_bar, full, empty, act_bar = cfg.barrier_offsets()
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.warps * cfg.stages):
             ptx.mbar_init(smem + ring_bar + i * 8, 1)
+        for i in cutlass.range_constexpr(cfg.warps):
+            ptx.mbar_init(smem + act_bar + i * 8, 1)
         for i in cutlass.range_constexpr(cfg.full_barriers):
             ptx.mbar_init(smem + full + i * 8, cfg.warps)
         for i in cutlass.range_constexpr(cfg.red_buffers):
@@ -341,7 +345,7 @@ def decode_kernel(
         act_smem = smem + cfg.dynamic_offset + cfg.warps * (max_units * cfg.unit_sum_bytes)
         act_smem = act_smem + warp * M * pitch
         rows = (M, K, act_stride, unit0 * cfg.stage_k, count * cfg.stage_k)
-        load_activations(act, act_smem, pitch, lane, rows, cfg)
+        load_activations(act, act_smem, pitch, smem + act_bar + warp * 8, lane, rows, cfg)
         act_lane = [
             act_smem + cutlass.min(n * 8 + lane % 8, M - 1) * pitch + (lane // 8) * 16
             for n in range(cfg.nt)

@@ -36,7 +36,6 @@ BASE_VALUE = {"bf16": 128.0, "f16": 1024.0}
 OFFSET_SYMMETRIC = {"bf16": 0x43084308, "f16": 0x64086408}
 DTYPE = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 SCALE_DTYPE = {**DTYPE, "f32": cutlass.Float32}
-CONSUMERS = 2
 M_GROUP = 8
 
 
@@ -259,7 +258,7 @@ def share_out(acc, place, workspace, slot, cfg: cutlass.Constexpr):
     for mi in cutlass.range_constexpr(cfg.row_mmas):
         for j in cutlass.range_constexpr(per_mma // 4):
             values = [acc[mi][4 * j + e] for e in range(4)]
-            ptx.stg128f(base + (mi * (per_mma // 4) + j) * 4096, values)
+            ptx.stg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048), values)
 
 
 @cute.jit
@@ -276,7 +275,7 @@ def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
         base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
         for mi in cutlass.range_constexpr(cfg.row_mmas):
             for j in cutlass.range_constexpr(per_mma // 4):
-                values = ptx.ldg128f(base + (mi * (per_mma // 4) + j) * 4096)
+                values = ptx.ldg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048))
                 for e in cutlass.range_constexpr(4):
                     acc[mi][4 * j + e] = acc[mi][4 * j + e] + values[e]
 
@@ -367,7 +366,7 @@ def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr
     share_out(flat, place, workspace, 2 * me + Int32(span == 0), cfg)
     wait_group_of(wg)
     leader = Int32(warp * 32 + lane == 0)
-    counter = counters + Int64((tile - waves * blocks) * CONSUMERS + wg) * 4
+    counter = counters + Int64((tile - waves * blocks) * cfg.consumers + wg) * 4
     old = ptx.arrive_counter(counter, b1 - b0, leader)
     ptx.sts32(flag + wg * 4, old, leader)
     wait_group_of(wg)
@@ -474,7 +473,7 @@ def matmul_kernel(
     tile_at = 1024 + cfg.stages * cfg.act_bytes
     layout_out = cute.tile_to_shape(
         warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype),
-        (cfg.block_m, 64, 2 * cfg.row_mmas),
+        (cfg.block_m, 64, cfg.consumers * cfg.row_mmas),
         order=(0, 1, 2),
     )
     sO = cute.make_tensor(
@@ -484,15 +483,15 @@ def matmul_kernel(
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.stages):
             ptx.mbar_init(bars + i * 8, 1)
-            ptx.mbar_init(bars + (cfg.stages + i) * 8, CONSUMERS * 4)
+            ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4)
         ptx.mbar_fence()
     cute.arch.sync_threads()
     ptx.launch_next_grid()
 
     work = share_of_work(M, blocks_n, chunks, waves, cfg)
-    if warp >= CONSUMERS * 4:
+    if warp >= cfg.consumers * 4:
         cute.arch.setmaxregister_decrease(40)
-        if warp == CONSUMERS * 4:
+        if warp == cfg.consumers * 4:
             rows = cfg.block_n // 32
             smem = [sA]
             offsets = (0, cfg.code_bytes, cfg.code_bytes + rows * cfg.block_scale_bytes)
@@ -508,7 +507,7 @@ def matmul_kernel(
             copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
             produce(work, bars, copies, lane, cfg)
     else:
-        cute.arch.setmaxregister_increase(232)
+        cute.arch.setmaxregister_increase(cfg.consumer_registers)
         ptx.wait_previous_grid()
         op = warpgroup.MmaF16BF16Op(
             dtype,
@@ -568,7 +567,7 @@ def launch_matmul(
         cfg,
     ).launch(
         grid=(blocks, 1, 1),
-        block=(CONSUMERS * 128 + 128, 1, 1),
+        block=((cfg.consumers + 1) * 128, 1, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,

@@ -132,6 +132,24 @@ def bulk_load(dst, src, num_bytes, mbar, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def bulk_load_kept(dst, src, num_bytes, mbar, pred, *, loc=None, ip=None):
+    """As `bulk_load`, for data that every block reads: no eviction hint."""
+    text = (
+        "{\n .reg .pred p;\n setp.ne.s32 p, $4, 0;\n"
+        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [$0], [$1], $2, [$3];\n}"
+    )
+    operands = [
+        _i32(dst, loc, ip),
+        _i64(src, loc, ip),
+        _i32(num_bytes, loc, ip),
+        _i32(mbar, loc, ip),
+        _i32(pred, loc, ip),
+    ]
+    _asm(None, operands, text, "r,l,r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def lds128(address, *, loc=None, ip=None):
     """Four words of shared memory."""
     text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -194,17 +212,10 @@ def sts64f(address, values, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def copy_async(dst, src, num_bytes, *, loc=None, ip=None):
-    """Start copying 16 bytes to shared memory, zeros behind the first `num_bytes` (0 or 16)."""
-    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-    operands = [_i32(dst, loc, ip), _i64(src, loc, ip), _i32(num_bytes, loc, ip)]
-    _asm(None, operands, text, "r,l,r,~{memory}", loc, ip)
-
-
-@dsl_user_op
-def copy_async_wait(*, loc=None, ip=None):
-    """Wait for all of this thread's `copy_async`."""
-    _asm(None, [], "cp.async.wait_all;", "~{memory}", loc, ip)
+def sts128_zero(address, *, loc=None, ip=None):
+    """Store 16 zero bytes to shared memory."""
+    text = "{\n .reg .b32 z;\n mov.b32 z, 0;\n st.shared.v4.b32 [$0], {z, z, z, z};\n}"
+    _asm(None, [_i32(address, loc, ip)], text, "r,~{memory}", loc, ip)
 
 
 @dsl_user_op
