@@ -185,9 +185,7 @@ def multiply_stage(tot, stage, act_lane, sum_lane, unit, cfg: cutlass.Constexpr)
         group = 0 if cfg.per_channel else f
         base = unit * cfg.stage_flushes + f
         sums = [ptx.lds64f(sum_lane + (base * 8 * nt + n * 8) * 4) for n in range(nt)]
-        acc = [
-            [group_start(sums[n], zeros[group], rt, cfg) for n in range(nt)] for rt in range(2)
-        ]
+        acc = [[group_start(sums[n], zeros[group], rt, cfg) for n in range(nt)] for rt in range(2)]
         for pair in cutlass.range_constexpr(cfg.flush_k // 32):
             at = (base * cfg.flush_k + pair * 32) * 2
             b = [ptx.ldmatrix_x4(act_lane[n] + at) for n in range(nt)]
@@ -275,8 +273,9 @@ def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
 def decode_kernel(
     pointers: tuple, sizes: tuple, strides: tuple, smem_plan: tuple, cfg: cutlass.Constexpr
 ):
-    """pointers = (words, scales, zeros, act, out, bias, workspace, counters); sizes = (M, N, K, tiles,
-    chunks, groups); strides = (act, out) in elements; smem_plan = (act pitch bytes, units a warp)."""
+    """pointers = (words, scales, zeros, act, out, bias, workspace, counters); sizes = (M, N, K,
+    tiles, chunks, groups); strides = (act, out) in elements; smem_plan = (bytes between rows of
+    activations, most stages of K a warp)."""
     words, scales, zeros, act, out, bias, workspace, counters = pointers
     M, N, K, tiles, chunks, groups = sizes
     act_stride, out_stride = strides
@@ -314,9 +313,7 @@ def decode_kernel(
             ptx.mbar_wait(smem + full + (j % cfg.full_barriers) * 8, turn)
             buf = j % cfg.red_buffers
             sums = red + buf * cfg.red_bytes
-            reduce_tile(
-                first + j * step, sums, smem + empty + buf * 8, lane, dst, split, cfg
-            )
+            reduce_tile(first + j * step, sums, smem + empty + buf * 8, lane, dst, split, cfg)
     else:
         units = chunks // cfg.stage_chunks
         workers = num_splits * cfg.warps
@@ -326,15 +323,18 @@ def decode_kernel(
         ring = smem + cfg.ring_offset + warp * (cfg.stages * cfg.slot_bytes)
         bars = smem + ring_bar + warp * (cfg.stages * 8)
         src = (words, scales, zeros, tiles, chunks, groups)
-        total = num_tiles * count
         # what to fetch next; tile runs past `tiles` at the end
         fetch_tile, fetch_unit = first, Int32(0)
         if count == 0:
             fetch_tile = tiles
         for i in cutlass.range_constexpr(cfg.stages):
             issue_stage(
-                (fetch_tile, unit0 + fetch_unit), ring + i * cfg.slot_bytes, bars + i * 8, lane,
-                src, cfg,
+                (fetch_tile, unit0 + fetch_unit),
+                ring + i * cfg.slot_bytes,
+                bars + i * 8,
+                lane,
+                src,
+                cfg,
             )
             fetch_unit += 1
             if fetch_unit >= count:
@@ -363,8 +363,12 @@ def decode_kernel(
                 stage = read_stage(ring + slot * cfg.slot_bytes, lane, cfg)
                 cute.arch.sync_warp()
                 issue_stage(
-                    (fetch_tile, unit0 + fetch_unit), ring + slot * cfg.slot_bytes,
-                    bars + slot * 8, lane, src, cfg,
+                    (fetch_tile, unit0 + fetch_unit),
+                    ring + slot * cfg.slot_bytes,
+                    bars + slot * 8,
+                    lane,
+                    src,
+                    cfg,
                 )
                 fetch_unit += 1
                 if fetch_unit >= count:
@@ -387,11 +391,28 @@ def decode_kernel(
 
 @cute.jit
 def launch_decode(
-    words: Int64, scales: Int64, zeros: Int64, act: Int64, out: Int64, bias: Int64,
-    workspace: Int64, counters: Int64,
-    M: Int32, N: Int32, K: Int32, tiles: Int32, chunks: Int32, groups: Int32,
-    act_stride: Int32, out_stride: Int32, pitch: Int32, max_units: Int32,
-    blocks: Int32, splits: Int32, stream, cfg: cutlass.Constexpr,
+    words: Int64,
+    scales: Int64,
+    zeros: Int64,
+    act: Int64,
+    out: Int64,
+    bias: Int64,
+    workspace: Int64,
+    counters: Int64,
+    M: Int32,
+    N: Int32,
+    K: Int32,
+    tiles: Int32,
+    chunks: Int32,
+    groups: Int32,
+    act_stride: Int32,
+    out_stride: Int32,
+    pitch: Int32,
+    max_units: Int32,
+    blocks: Int32,
+    splits: Int32,
+    stream,
+    cfg: cutlass.Constexpr,
 ):
     """Launch on a stream; every argument is a device address or a size."""
     decode_kernel(

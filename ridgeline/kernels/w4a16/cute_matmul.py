@@ -1,15 +1,15 @@
-"""W4A16 for many rows (M > 32) on Hopper: packed weights as the register operand of WGMMA.
+"""W4A16 for many rows (M > 16) on Hopper: packed weights as the register operand of WGMMA.
 
-    out[m, n] = sum_k act[m, k] * round(scale[n, group] * (code[n, k] - zero[n, group]))  (+ bias[n])
+    out[m, n] = sum_k act[m, k] * round(scale[n, g(k)] * (code[n, k] - zero[n, g(k)]))  (+ bias[n])
 
-A tile is 128 or 256 outputs x 64, 128 or 256 rows. One producer warp brings stages of 64 inputs:
-activations by TMA in WGMMA's swizzle, codes and scales by bulk copies of consecutive bytes. Two
+A tile is 128 or 256 outputs x 32 to 256 rows. One producer warp brings stages of 64 inputs by TMA:
+activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or four
 consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of a stage are one 128-bit load
-(layout.py); it turns them into operand registers, exactly (q - zero) then one rounding by the scale,
-while the product of the stage before runs: two sets of operand registers alternate.
+(layout.py); it turns them into operand registers, exactly (q - zero), then one rounding by the
+scale, while the product of the stage before runs: two sets of operand registers alternate.
 
 Bytes a tile and stage: block_n 32 of codes, block_m 128 of activations. Bound by the tensor cores
-above some 128 rows, by the re-reading of activations from L2 below (hence 256 outputs a tile there).
+above some 128 rows, by the re-reading of activations from L2 below (hence 256 outputs a tile).
 
 Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
 equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
@@ -165,9 +165,7 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
         _, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
         early = cutlass.min(Int32(cfg.stages), 2 * (end - begin))
         for i in cutlass.range(early, unroll=1):
-            load_weights(
-                copies, out0 // cfg.block_n, 2 * begin + i, i, bars + i * 8, lane, cfg
-            )
+            load_weights(copies, out0 // cfg.block_n, 2 * begin + i, i, bars + i * 8, lane, cfg)
     ptx.wait_previous_grid()
     stage, parity = Int32(0), Int32(1)
     at, left = first, share
@@ -594,10 +592,10 @@ def trace(config: MatmulConfig, architecture: str):
 
 
 def _matrix(dtype, divisibility: int):
-    """A matrix of any size, contiguous in its last dim, rows at multiples of 16 bytes."""
+    """A matrix of any size, contiguous in its last dim, rows at multiples of so many elements."""
     return make_fake_tensor(
         dtype,
-        (cute.sym_int(), cute.sym_int(divisibility=divisibility)),
+        (cute.sym_int(), cute.sym_int()),
         stride=(cute.sym_int64(divisibility=divisibility), 1),
         assumed_align=16,
     )

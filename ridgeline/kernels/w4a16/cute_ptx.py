@@ -95,8 +95,7 @@ def mbar_wait(mbar, parity, *, loc=None, ip=None):
 def mbar_arrive(mbar, pred, *, loc=None, ip=None):
     """Arrive once."""
     text = (
-        "{\n .reg .pred p;\n setp.ne.s32 p, $1, 0;\n"
-        " @p mbarrier.arrive.shared::cta.b64 _, [$0];\n}"
+        "{\n .reg .pred p;\n setp.ne.s32 p, $1, 0;\n @p mbarrier.arrive.shared::cta.b64 _, [$0];\n}"
     )
     _asm(None, [_i32(mbar, loc, ip), _i32(pred, loc, ip)], text, "r,r,~{memory}", loc, ip)
 
@@ -205,9 +204,7 @@ def sts64f(address, values, pred, *, loc=None, ip=None):
     """Store two floats to shared memory."""
     operands = [_i32(address, loc, ip)] + [_f32(v, loc, ip) for v in values]
     operands += [_i32(pred, loc, ip)]
-    text = (
-        "{\n .reg .pred p;\n setp.ne.s32 p, $3, 0;\n @p st.shared.v2.f32 [$0], {$1, $2};\n}"
-    )
+    text = "{\n .reg .pred p;\n setp.ne.s32 p, $3, 0;\n @p st.shared.v2.f32 [$0], {$1, $2};\n}"
     _asm(None, operands, text, "r,f,f,r,~{memory}", loc, ip)
 
 
@@ -405,8 +402,7 @@ def stmatrix_x4_trans(address, values, *, loc=None, ip=None):
 def stg128(address, values, pred, *, loc=None, ip=None):
     """Store four words to global memory."""
     text = (
-        "{\n .reg .pred p;\n setp.ne.s32 p, $5, 0;\n"
-        " @p st.global.v4.b32 [$0], {$1, $2, $3, $4};\n}"
+        "{\n .reg .pred p;\n setp.ne.s32 p, $5, 0;\n @p st.global.v4.b32 [$0], {$1, $2, $3, $4};\n}"
     )
     operands = [_i64(address, loc, ip)] + [_i32(v, loc, ip) for v in values]
     operands += [_i32(pred, loc, ip)]

@@ -63,7 +63,8 @@ def forward(
     counters = prepared.tensors[5]
     act_MK = aligned_rows(gather_inputs(act_MK, packed))
     M = act_MK.shape[0]
-    out_MN = act_MK.new_empty(M, packed.n)
+    # Rows of the output start at multiples of 16 bytes, as TMA stores want them.
+    out_MN = act_MK.new_empty(M, packed.n + -packed.n % 8)[:, : packed.n]
     bias_N = bias_N.contiguous() if bias_N is not None else None
     with torch.cuda.device(act_MK.device):
         if M > DECODE_ROWS and not batch_invariant:
@@ -76,7 +77,7 @@ def forward(
                 )
     if prepared.silu_mul:
         return finish(out_MN.float(), None, True, act_MK.dtype)
-    return out_MN
+    return out_MN.contiguous()
 
 
 def aligned_rows(act_MK: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ are stored once a group in the order in which a lane needs its four rows:
 Padding. N to a multiple of 32 with scale 0. K to a multiple of lcm(128, group) with code 0; the
 kernels read zeros for activations there. Bytes: N K / 2 for the codes, as in the file.
 
-Act-order. Inputs are sorted by group (stably) and `source_K` says which input sits in a slot, so the
-activations are gathered once and the weights never. Where groups are of uneven size (a tensor-
+Act-order. Inputs are sorted by group (stably) and `source_K` says which input sits in a slot, so
+the activations are gathered once and the weights never. Where groups are of uneven size (a tensor-
 parallel rank holds an arbitrary subset of the inputs), each group's run is padded to a multiple of
 a smaller packed group (128, 64 or 32, whichever moves fewest bytes) that repeats the group's scale;
 `group_of_R` says which group a packed group belongs to. Groups that no input of this shard uses
@@ -191,7 +191,7 @@ def to_tensors(packed: PackedW4) -> tuple[torch.Tensor, ...]:
 
 
 def from_tensors(tensors: Sequence[torch.Tensor], *, n: int, k: int) -> PackedW4:
-    """What `to_tensors` was given, as far as kernels need it (not the groups that `unpack` needs)."""
+    """What `to_tensors` was given, as far as kernels need it (not what only `unpack` needs)."""
     word, scale, zero, source, mark = tensors[:5]
     packed_group = mark.shape[1]
     return PackedW4(

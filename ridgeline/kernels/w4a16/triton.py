@@ -2,11 +2,11 @@
 
     out[m, n] = sum_k act[m, k] * (scale[n, group] * (code[n, k] - zero[n, group]))  (+ bias[n])
 
-It reads the packed layout of layout.py without moving a bit: a word holds 2 outputs x 4 inputs, so a
-tile of words is eight code planes, one a nibble; plane (hr, hk, e) belongs to outputs
-32 T + 16 rt + 8 hr + g and inputs 64 C + 16 i + 8 hk + 2 t + e. A tile is multiplied plane by plane:
-the activations are read at the plane's inputs (a sum over k does not mind their order), and the two
-output halves have an accumulator each, stored at the plane's outputs.
+It reads the packed layout of layout.py without moving a bit: a word holds 2 outputs x 4 inputs, so
+a tile of words is eight code planes, one a nibble; plane (hr, hk, e) belongs to outputs
+32 T + 16 rt + 8 hr + g and inputs 64 C + 16 i + 8 hk + 2 t + e. A tile is multiplied plane by
+plane: the activations are read at the plane's inputs (a sum over k does not mind their order), and
+the two output halves have an accumulator each, stored at the plane's outputs.
 
 Bytes a tile: BLOCK_N x BLOCK_K / 2 of codes read once; activations BLOCK_M x BLOCK_K x 2. Bound by
 bytes below some 40 rows, by arithmetic above. Weights are rounded to the activations' dtype after

@@ -38,7 +38,7 @@ def same(a, b):
     assert torch.equal(a.groups_K(), b.groups_K())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     n=st.integers(1, 80),
     k=st.integers(1, 300),
