@@ -1,10 +1,10 @@
 """W4A16 beside cuBLAS bf16, Marlin, Machete and quack on one GPU, group 128, symmetric, bf16.
 
     python benchmarks/kernels/w4a16/bench_w4a16.py --results benchmarks/results/h200
-        [--vllm-library _C_stable_libtorch.abi3.so]    Marlin and Machete, with scalar_type.py beside it
+        [--vllm-library _C_stable_libtorch.abi3.so]   (Marlin, Machete; scalar_type.py beside it)
         [--rows 1,16,1024] [--invariant]
 
-Every implementation runs in CUDA graphs over copies of the weight (400 MB of them, so that L2 serves
+Every implementation runs in CUDA graphs over copies of the weight (400 MB, so that L2 serves
 none), in turns, many times; the row holds the median and the 20th and 80th percentile of a call.
 Marlin and Machete get random words (timing only); ours is checked against an fp32 product first.
 The last line is JSON.
