@@ -1,5 +1,7 @@
 """The Hopper kernels: launches that fit the machine (CPU), values, exactness, repeats (GPU)."""
 
+import dataclasses
+import functools
 import importlib.util
 import itertools
 
@@ -88,13 +90,18 @@ def test_kernels_compile_without_a_gpu(cache):
         assert cute_library.compile_kernel(config).stat().st_size > 10_000
 
 
+@functools.cache
 def on_gpu(dtype, scale, group, asymmetric, act_order, n, k, silu_mul=False):
-    """A weight, and what the implementation prepared of it on the GPU."""
+    """A weight on the GPU, what the implementation prepared of it, and its forward."""
     from ridgeline.kernels.w4a16 import cute_sm90
     from ridgeline.kernels.w4a16.prepared import Prepared
 
     weight = make(
         n, k, group, asymmetric=asymmetric, act_order=act_order, dtype=getattr(torch, scale)
+    )
+    moved = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
+    weight = type(weight)(
+        **{name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in moved.items()}
     )
     tensors = cute_sm90.prepare(weight, getattr(torch, dtype))
     prepared = Prepared(
@@ -107,14 +114,14 @@ def on_gpu(dtype, scale, group, asymmetric, act_order, n, k, silu_mul=False):
         symmetric=not asymmetric,
         act_order=act_order,
         silu_mul=silu_mul,
-        tensors=tuple(t.cuda() for t in tensors),
+        tensors=tensors,
     )
     return weight, prepared, cute_sm90.forward
 
 
 def check(out, act, weight, bias, dtype):
     """max |out - exact| <= 2 max |same-dtype PyTorch - exact| + a floor."""
-    w64 = weight.dequantize(torch.float64).cuda()
+    w64 = weight.dequantize(torch.float64)
     exact = act.double() @ w64.T + (bias.double() if bias is not None else 0)
     plain = torch.nn.functional.linear(act, w64.to(dtype), bias).double()
     limit = 2 * (plain - exact).abs().max() + 1e-3 * exact.abs().max()
@@ -151,8 +158,8 @@ class TestOnHopper:
         picked[-1] = k - 1
         hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
         hot[torch.arange(m), picked] = 1
-        want = weight.dequantize(prepared.dtype)[:, picked].T
-        assert torch.equal(forward(hot, prepared, None).cpu(), want)
+        want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
+        assert torch.equal(forward(hot, prepared, None), want)
 
     def test_batch_invariant(self, kind):
         _, prepared, forward = on_gpu(*kind, 512, 2048)
@@ -180,7 +187,7 @@ class TestOnHopper:
     def test_silu_mul(self, kind):
         weight, prepared, forward = on_gpu(*kind, 256, 512, silu_mul=True)
         act = torch.randn(3, 512, device="cuda").to(prepared.dtype) / 16
-        gate, up = (act.double() @ weight.dequantize(torch.float64).cuda().T).chunk(2, -1)
+        gate, up = (act.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
         out = forward(act, prepared, None)
         assert (out.double() - want).abs().max() <= 2e-2 * want.abs().max() + 1e-4
