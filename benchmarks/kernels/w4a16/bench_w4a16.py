@@ -30,7 +30,8 @@ from ridgeline.core.arch import KNOWN
 from ridgeline.core.roofline import floor
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cute_sm90 as ours
-from ridgeline.kernels.w4a16.layout import PackedW4, pack, unpack
+from ridgeline.kernels.w4a16.config import DECODE_ROWS, LEAN, decode_launch, traits_of
+from ridgeline.kernels.w4a16.layout import PackedW4, from_tensors, pack, unpack
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 
@@ -133,6 +134,19 @@ class Ours:
     def calls(self, act: torch.Tensor, count: int, invariant: bool) -> list:
         def call(layer):
             return lambda: ours.forward(act, layer, None, batch_invariant=invariant)
+
+        return [call(layer) for layer in self.layers[:count]]
+
+    def decode_calls(self, act: torch.Tensor, count: int, lean: bool) -> list:
+        """The decode kernel with one or the other way of copying (config.LEAN)."""
+
+        def call(layer):
+            packed = from_tensors(layer.tensors, n=layer.n, k=layer.k)
+            traits = traits_of(packed, act.dtype)
+            sizes = (act.shape[0], packed.n_padded, packed.k_padded, ours.num_sms(0))
+            launch = decode_launch(traits, *sizes, False, lean)
+            out = act.new_empty(act.shape[0], layer.n)
+            return lambda: ours.decode(act, packed, None, out, layer.tensors[5], launch=launch)
 
         return [call(layer) for layer in self.layers[:count]]
 
@@ -262,6 +276,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES))
     parser.add_argument("--invariant", action="store_true", help="also time batch invariance")
+    parser.add_argument("--both", action="store_true", help="also the way of copying not in use")
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of measuring a cell")
     parser.add_argument("--commit")
     return parser.parse_args()
@@ -288,9 +303,13 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
         error = mine.error(act)
         assert error < 4e-3, (k, n, m, error)
         count = copies if m < 1024 else 3
-        wanted = {"ridgeline cute_sm90": mine.calls(act, count, False)}
+        wanted = {}
         if args.invariant and m <= 64:
             wanted["ridgeline cute_sm90 batch-invariant"] = mine.calls(act, count, True)
+        if args.both and m <= DECODE_ROWS:
+            other = "row copies" if LEAN else "lean"
+            wanted[f"ridgeline cute_sm90 {other}"] = mine.decode_calls(act, count, not LEAN)
+        wanted["ridgeline cute_sm90"] = mine.calls(act, count, False)
         wanted["cublas bf16"] = [lambda w=w, act=act: act @ w for w in wide]
         if vllm is not None:
             wanted["marlin (vllm 0.33.0)"] = vllm.marlin_calls(act, count)

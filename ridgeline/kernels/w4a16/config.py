@@ -43,6 +43,9 @@ class DecodeConfig:
     """Warps that add the compute warps' sums; tiles go to them in turn."""
     pdl: bool = True
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
+    lean: bool = False
+    """Activations by TMA tiles of 8 nt rows (instead of a copy a row), copies issued by an elected
+    thread (instead of a predicated lane)."""
 
     @property
     def per_channel(self) -> bool:
@@ -135,8 +138,9 @@ class DecodeConfig:
 
     @property
     def dynamic_offset(self) -> int:
-        """Where group sums and activations start."""
-        return self.red_offset + self.red_buffers * self.red_bytes
+        """Where group sums and activations start; TMA's swizzle wants a multiple of 1024."""
+        end = self.red_offset + self.red_buffers * self.red_bytes
+        return -(-end // 1024) * 1024 if self.lean else end
 
     def act_pitch(self, max_units: int) -> int:
         """Bytes between rows of a warp's activations: 16 extra against bank conflicts."""
@@ -145,7 +149,15 @@ class DecodeConfig:
     def needs_bytes(self, m: int, max_units: int) -> int:
         """Shared memory for m rows where a warp has at most `max_units` stages of K."""
         sums = self.warps * max_units * self.unit_sum_bytes
+        if self.lean:
+            chunks = self.warps * max_units * self.stage_chunks
+            return self.dynamic_offset + sums + chunks * self.act_chunk_bytes
         return self.dynamic_offset + sums + self.warps * m * self.act_pitch(max_units)
+
+    @property
+    def act_chunk_bytes(self) -> int:
+        """64 inputs of 8 nt rows of activations (lean)."""
+        return 1024 * self.nt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +333,8 @@ _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
 _SMALL_LAYER_BYTES = 12e6
+LEAN = False
+"""How the decode kernel brings activations and issues copies (DecodeConfig.lean)."""
 _SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024}
 _STREAM_BYTES_PER_CYCLE = 18.0
 """An SM's share of the bandwidth of an H200's memory at 1.75 GHz."""
@@ -331,7 +345,7 @@ _SPLIT_TILE_CYCLES = 4500
 
 @functools.cache
 def decode_launch(
-    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool
+    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool, lean: bool = LEAN
 ) -> DecodeLaunch:
     """Kernel and grid for m <= 16 rows of a layer with padded n and k.
 
@@ -344,7 +358,8 @@ def decode_launch(
     found = []
     for stages in range(tile[1], 0, -1):
         for splits in (1, 2, 4, 8, 16, 32, 64):
-            launch = _decode_candidate(traits, rows, n, k, sms, tile, stages, splits)
+            asked = (*tile, lean)
+            launch = _decode_candidate(traits, rows, n, k, sms, asked, stages, splits)
             if launch is not None:
                 found.append((_decode_cycles(launch, rows, n, k, tile[5]), splits, launch))
         if found:
@@ -355,7 +370,7 @@ def decode_launch(
 def _decode_candidate(
     traits: Traits, m: int, n: int, k: int, sms: int, tile: tuple, stages: int, splits: int
 ) -> DecodeLaunch | None:
-    warps, _, blocks_per_sm, buffers, reducers, _ = tile
+    warps, _, blocks_per_sm, buffers, reducers, _, lean = tile
     config = DecodeConfig(
         kind=traits.kind,
         scale=traits.scale,
@@ -368,6 +383,7 @@ def _decode_candidate(
         smem_bytes=_SMEM_BYTES[blocks_per_sm],
         red_buffers=buffers,
         reducers=reducers,
+        lean=lean,
     )
     units = k // config.stage_k
     max_units = -(-units // (splits * warps))

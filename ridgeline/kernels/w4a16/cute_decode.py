@@ -28,15 +28,18 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
 from ridgeline.kernels.w4a16.config import DecodeConfig
+from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 
 ROWS = 32
 NIBBLES = 0x000F000F
 NIBBLES_HIGH = 0x00F000F0
 BF16_128 = 0x43004300
+MAX_SLOTS = 256
 ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
 
 
@@ -99,8 +102,20 @@ def load_zeros(address, cfg: cutlass.Constexpr):
 def issue_stage(state, slot_addr, mbar, lane, src, cfg: cutlass.Constexpr):
     """Let lane 0 start the copies of one stage; state = (tile, unit) to fetch, or past the end."""
     tile, unit = state
+    tiles = src[3]
+    if cutlass.const_expr(cfg.lean):
+        if tile < tiles:
+            with cute.arch.elect_one():
+                start_copies(tile, unit, slot_addr, mbar, Int32(1), src, cfg)
+    else:
+        pred = Int32(lane == 0) & Int32(tile < tiles)
+        start_copies(tile, unit, slot_addr, mbar, pred, src, cfg)
+
+
+@cute.jit
+def start_copies(tile, unit, slot_addr, mbar, pred, src, cfg: cutlass.Constexpr):
+    """Announce a stage's bytes and start the copies of its codes, scales and zero points."""
     words, scales, zeros, tiles, chunks, groups = src
-    pred = Int32(lane == 0) & Int32(tile < tiles)
     ptx.mbar_expect(mbar, cfg.stage_bytes, pred)
     block = Int64(tile) * chunks + unit * cfg.stage_chunks
     ptx.bulk_load(slot_addr, words + block * 1024, cfg.code_bytes, mbar, pred)
@@ -132,12 +147,56 @@ def load_activations(act, act_smem, pitch, mbar, lane, rows, cfg: cutlass.Conste
     cute.arch.sync_warp()
 
 
+def tile_layout(cfg, slots: int):
+    """Shared-memory layout of [8 nt rows, 64 inputs, slots] in TMA's swizzle."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, DTYPE[cfg.kind])
+    return cute.tile_to_shape(atom, (8 * cfg.nt, 64, slots), order=(0, 1, 2))
+
+
+@cute.jit
+def partition_activations(tma, smem_base, cfg: cutlass.Constexpr):
+    """(atom, tiles of the activations, slots of shared memory)."""
+    atom, tensor = tma
+    layout = tile_layout(cfg, MAX_SLOTS)
+    pointer = cute.recast_ptr(smem_base + cfg.dynamic_offset, layout.inner, dtype=DTYPE[cfg.kind])
+    slots = cute.make_tensor(pointer, layout.outer)
+    tiles = cute.local_tile(tensor, (8 * cfg.nt, 64), (None, None))
+    target, source = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    return atom, source, target
+
+
+@cute.jit
+def load_activation_tiles(tiles, mbar, lane, span, cfg: cutlass.Constexpr):
+    """Bring the warp's inputs by TMA, 64 inputs of all rows a copy; span = (first chunk, how many,
+    first slot). Rows and inputs that do not exist arrive as zeros."""
+    atom, source, target = tiles
+    first, count, slot = span
+    ptx.mbar_expect(mbar, count * cfg.act_chunk_bytes, Int32(lane == 0))
+    cute.arch.sync_warp()
+    bar = cute.make_ptr(cutlass.Int64, mbar, cute.AddressSpace.smem, assumed_align=8)
+    for c in cutlass.range(count, unroll=1):
+        cute.copy(atom, source[None, 0, first + c], target[None, slot + c], tma_bar_ptr=bar)
+    ptx.mbar_wait(mbar, 0)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def act_address(lane_base, step, cfg: cutlass.Constexpr):
+    """Where a lane's ldmatrix row of the step-th 32 inputs lies."""
+    if cutlass.const_expr(cfg.lean):
+        return (lane_base ^ ((step & 1) * 64)) + (step >> 1) * cfg.act_chunk_bytes
+    return lane_base + step * 64
+
+
 @cute.jit
 def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
     """Sum of a group's activations by a product with ones: two independent chains."""
     chains = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for pair in cutlass.range_constexpr(cfg.flush_k // 32):
-        b = ptx.ldmatrix_x4(act_at + (group * cfg.flush_k + pair * 32) * 2)
+        b = ptx.ldmatrix_x4(act_address(act_at, group * (cfg.flush_k // 32) + pair, cfg))
         for half in cutlass.range_constexpr(2):
             chains[half] = ptx.mma_16816(
                 ones, b[2 * half], b[2 * half + 1], chains[half], cfg.kind == "bf16"
@@ -187,8 +246,8 @@ def multiply_stage(tot, stage, act_lane, sum_lane, unit, cfg: cutlass.Constexpr)
         sums = [ptx.lds64f(sum_lane + (base * 8 * nt + n * 8) * 4) for n in range(nt)]
         acc = [[group_start(sums[n], zeros[group], rt, cfg) for n in range(nt)] for rt in range(2)]
         for pair in cutlass.range_constexpr(cfg.flush_k // 32):
-            at = (base * cfg.flush_k + pair * 32) * 2
-            b = [ptx.ldmatrix_x4(act_lane[n] + at) for n in range(nt)]
+            at = base * (cfg.flush_k // 32) + pair
+            b = [ptx.ldmatrix_x4(act_address(act_lane[n], at, cfg)) for n in range(nt)]
             for half in cutlass.range_constexpr(2):
                 step = f * (cfg.flush_k // 16) + pair * 2 + half
                 for rt in cutlass.range_constexpr(2):
@@ -271,11 +330,15 @@ def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
 
 @cute.kernel
 def decode_kernel(
-    pointers: tuple, sizes: tuple, strides: tuple, smem_plan: tuple, cfg: cutlass.Constexpr
-):
-    """pointers = (words, scales, zeros, act, out, bias, workspace, counters); sizes = (M, N, K,
-    tiles, chunks, groups); strides = (act, out) in elements; smem_plan = (bytes between rows of
-    activations, most stages of K a warp)."""
+    tma: tuple, pointers: tuple, sizes: tuple, strides: tuple, smem_plan: tuple,
+    cfg: cutlass.Constexpr,
+):  # fmt: skip
+    """tma = (atom, tensor) of the activations if lean, else ().
+
+    pointers = (words, scales, zeros, act, out, bias, workspace, counters); sizes = (M, N, K, tiles,
+    chunks, groups); strides = (act, out) in elements; smem_plan = (bytes between rows of
+    activations, most stages of K a warp).
+    """
     words, scales, zeros, act, out, bias, workspace, counters = pointers
     M, N, K, tiles, chunks, groups = sizes
     act_stride, out_stride = strides
@@ -286,7 +349,8 @@ def decode_kernel(
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
 
-    smem = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+    smem_base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
+    smem = Int32(smem_base.toint())
     ring_bar, full, empty, act_bar = cfg.barrier_offsets()
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.warps * cfg.stages):
@@ -341,15 +405,27 @@ def decode_kernel(
                 fetch_unit = Int32(0)
                 fetch_tile += step
         ptx.wait_previous_grid()
-        sum_smem = smem + cfg.dynamic_offset + warp * (max_units * cfg.unit_sum_bytes)
-        act_smem = smem + cfg.dynamic_offset + cfg.warps * (max_units * cfg.unit_sum_bytes)
-        act_smem = act_smem + warp * M * pitch
-        rows = (M, K, act_stride, unit0 * cfg.stage_k, count * cfg.stage_k)
-        load_activations(act, act_smem, pitch, smem + act_bar + warp * 8, lane, rows, cfg)
-        act_lane = [
-            act_smem + cutlass.min(n * 8 + lane % 8, M - 1) * pitch + (lane // 8) * 16
-            for n in range(cfg.nt)
-        ]
+        dynamic = smem + cfg.dynamic_offset
+        act_mbar = smem + act_bar + warp * 8
+        if cutlass.const_expr(cfg.lean):
+            per_warp = max_units * cfg.stage_chunks
+            span = (unit0 * cfg.stage_chunks, count * cfg.stage_chunks, warp * per_warp)
+            act_tiles = partition_activations(tma, smem_base, cfg)
+            load_activation_tiles(act_tiles, act_mbar, lane, span, cfg)
+            act_smem = dynamic + warp * per_warp * cfg.act_chunk_bytes
+            sum_smem = dynamic + cfg.warps * per_warp * cfg.act_chunk_bytes
+            swizzled = (lane % 8) * 128 + ((lane // 8) ^ (lane % 8)) * 16
+            act_lane = [act_smem + n * 1024 + swizzled for n in range(cfg.nt)]
+        else:
+            sum_smem = dynamic
+            act_smem = dynamic + cfg.warps * (max_units * cfg.unit_sum_bytes) + warp * M * pitch
+            rows = (M, K, act_stride, unit0 * cfg.stage_k, count * cfg.stage_k)
+            load_activations(act, act_smem, pitch, act_mbar, lane, rows, cfg)
+            act_lane = [
+                act_smem + cutlass.min(n * 8 + lane % 8, M - 1) * pitch + (lane // 8) * 16
+                for n in range(cfg.nt)
+            ]
+        sum_smem = sum_smem + warp * (max_units * cfg.unit_sum_bytes)
         sum_groups(act_lane, sum_smem, lane, count * cfg.stage_flushes, cfg)
         sum_lane = sum_smem + (lane % 4) * 8
 
@@ -411,11 +487,20 @@ def launch_decode(
     max_units: Int32,
     blocks: Int32,
     splits: Int32,
+    rows,
     stream,
     cfg: cutlass.Constexpr,
 ):
-    """Launch on a stream; every argument is a device address or a size."""
+    """Launch on a stream; arguments are device addresses and sizes, and the activations [M, K] as
+    a tensor if lean (else None)."""
+    tma = ()
+    if cutlass.const_expr(cfg.lean):
+        one = cute.slice_(tile_layout(cfg, 1), (None, None, 0))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        part = cpasync.make_tiled_tma_atom(load, rows, one, (8 * cfg.nt, 64))
+        tma = (part[0], part[1])
     decode_kernel(
+        tma,
         (words, scales, zeros, act, out, bias, workspace, counters),
         (M, N, K, tiles, chunks, groups),
         (act_stride, out_stride),
@@ -438,6 +523,7 @@ def trace(config: DecodeConfig, architecture: str):
         launch_decode,
         *[Int64(0)] * 8,
         *[Int32(1)] * 12,
+        fake_matrix(DTYPE[config.kind], 8) if config.lean else None,
         make_fake_stream(),
         config,
         options=f"--enable-tvm-ffi --gpu-arch {architecture}",

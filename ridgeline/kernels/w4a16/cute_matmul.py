@@ -25,16 +25,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
 from ridgeline.kernels.w4a16.config import MatmulConfig
+from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 
 NIBBLES = 0x000F000F
 BASE = {"bf16": 0x43004300, "f16": 0x64006400}
 BASE_VALUE = {"bf16": 128.0, "f16": 1024.0}
 OFFSET_SYMMETRIC = {"bf16": 0x43084308, "f16": 0x64086408}
-DTYPE = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 SCALE_DTYPE = {**DTYPE, "f32": cutlass.Float32}
 M_GROUP = 8
 
@@ -578,24 +578,14 @@ def trace(config: MatmulConfig, architecture: str):
     dtype = DTYPE[config.kind]
     return cute.compile(
         launch_matmul,
-        _matrix(dtype, 8),
-        _matrix(cutlass.Int32, 256),
-        _matrix(SCALE_DTYPE[config.scale], 32),
-        _matrix(cutlass.Uint8, 32),
-        _matrix(dtype, 8),
+        fake_matrix(dtype, 8),
+        fake_matrix(cutlass.Int32, 256),
+        fake_matrix(SCALE_DTYPE[config.scale], 32),
+        fake_matrix(cutlass.Uint8, 32),
+        fake_matrix(dtype, 8),
         *[Int64(0)] * 3,
         *[Int32(1)] * 2,
         make_fake_stream(),
         config,
         options=f"--enable-tvm-ffi --gpu-arch {architecture}",
-    )
-
-
-def _matrix(dtype, divisibility: int):
-    """A matrix of any size, contiguous in its last dim, rows at multiples of so many elements."""
-    return make_fake_tensor(
-        dtype,
-        (cute.sym_int(), cute.sym_int()),
-        stride=(cute.sym_int64(divisibility=divisibility), 1),
-        assumed_align=16,
     )

@@ -7,10 +7,13 @@ Source: PTX ISA 8.7, sections on mbarrier, cp.async.bulk, ldmatrix, mma, griddep
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, Int64
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+DTYPE = {"bf16": BFloat16, "f16": Float16}
 EVICT_FIRST = 0x12F0000000000000
 """L2 policy of data that is read once (what createpolicy.fractional.L2::evict_first returns)."""
 
@@ -415,3 +418,14 @@ def sts32(address, value, pred, *, loc=None, ip=None):
     text = "{\n .reg .pred p;\n setp.ne.s32 p, $2, 0;\n @p st.shared.b32 [$0], $1;\n}"
     operands = [_i32(address, loc, ip), _i32(value, loc, ip), _i32(pred, loc, ip)]
     _asm(None, operands, text, "r,r,r,~{memory}", loc, ip)
+
+
+def fake_matrix(dtype, divisibility: int):
+    """A matrix of any size to trace with, contiguous in its last dim, rows at multiples of so many
+    elements."""
+    return make_fake_tensor(
+        dtype,
+        (cute.sym_int(), cute.sym_int()),
+        stride=(cute.sym_int64(divisibility=divisibility), 1),
+        assumed_align=16,
+    )

@@ -127,6 +127,7 @@ def decode(
         launch.max_units,
         launch.blocks,
         launch.splits,
+        act_MK if config.lean else None,
         _stream(),
     )
 

@@ -38,7 +38,8 @@ def test_decode_launches_fit(group, scale):
     for n, k in itertools.product((32, 1024, 28672), (256, 4096, 14336, 53248)):
         for m, invariant in itertools.product((1, 5, 8, 9, 16), (False, True)):
             kind = traits(group, False, "f16", scale)
-            launch = configs.decode_launch(kind, m, n, k, SMS, invariant)
+            lean = m % 2 == 1
+            launch = configs.decode_launch(kind, m, n, k, SMS, invariant, lean)
             config = launch.config
             rows = 16 if invariant else m
             assert config.needs_bytes(rows, launch.max_units) <= config.smem_bytes <= SMEM_BYTES
@@ -160,6 +161,30 @@ class TestOnHopper:
         hot[torch.arange(m), picked] = 1
         want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
         assert torch.equal(forward(hot, prepared, None), want)
+
+    @pytest.mark.parametrize("lean", [False, True])
+    @pytest.mark.parametrize("m", [1, 8, 11, 16])
+    def test_both_ways_of_copying(self, kind, m, lean):
+        from ridgeline.kernels.w4a16 import cute_sm90
+        from ridgeline.kernels.w4a16.layout import from_tensors, gather_inputs
+
+        n, k = 1000, 2056
+        weight, prepared, _ = on_gpu(*kind, n, k)
+        packed = from_tensors(prepared.tensors, n=n, k=k)
+        kinds = configs.traits_of(packed, prepared.dtype)
+        launch = configs.decode_launch(kinds, m, packed.n_padded, packed.k_padded, SMS, False, lean)
+        act = torch.randn(m, k, device="cuda").to(prepared.dtype)
+        hot = torch.zeros_like(act)
+        picked = torch.randint(0, k, (m,), device="cuda")
+        hot[torch.arange(m), picked] = 1
+        outs = []
+        for inputs in (act, hot):
+            out = torch.full((m, n), float("nan"), device="cuda", dtype=act.dtype)
+            slots = cute_sm90.aligned_rows(gather_inputs(inputs, packed))
+            cute_sm90.decode(slots, packed, None, out, prepared.tensors[5], launch=launch)
+            outs.append(out)
+        check(outs[0], act, weight, None, prepared.dtype)
+        assert torch.equal(outs[1], weight.dequantize(prepared.dtype)[:, picked].T)
 
     def test_batch_invariant(self, kind):
         _, prepared, forward = on_gpu(*kind, 512, 2048)
