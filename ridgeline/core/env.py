@@ -2,6 +2,7 @@
 
 RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned tiles
                        (default: $XDG_CACHE_HOME/ridgeline, else ~/.cache/ridgeline)
+RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
 RANK, LOCAL_RANK, WORLD_SIZE   set by torchrun
@@ -20,6 +21,17 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "ridgeline"
     return Path.home() / ".cache" / "ridgeline"
+
+
+def wheels_dir() -> Path | None:
+    """A folder with wheels that the user fetched, or None."""
+    own = os.environ.get("RIDGELINE_WHEELS")
+    return Path(own).expanduser() if own else None
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment for a child process, with changes."""
+    return {**os.environ, **changes}
 
 
 def impl_override(op: str) -> str | None:

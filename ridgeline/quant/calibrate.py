@@ -29,6 +29,8 @@ from ridgeline.quant.staged import StagedBlock
 
 OnBlock = Callable[[int, dict[str, QuantizedWeight]], None]
 _BF16_FRACTION_BITS = 7
+_TOKENS_PER_INPUT = 4
+"""Below so many tokens an input, H is dominated by the sample (docs/log/quantize.md)."""
 
 
 def quantize_model(
@@ -97,6 +99,7 @@ class _Run:
 
     def calibrate(self, token_ids_BS: torch.Tensor) -> int:
         """GPTQ over all blocks; returns the tokens used."""
+        self._warn_of_little_text(token_ids_BS.numel())
         with torch.no_grad():
             batches = [
                 self.model.embed(part) for part in token_ids_BS.split(self.recipe.batch_sequences)
@@ -109,6 +112,16 @@ class _Run:
                     batches = staged.finish()
                 self._block_done(index)
         return token_ids_BS.numel()
+
+    def _warn_of_little_text(self, tokens: int) -> None:
+        first = self.model.blocks[0]
+        names = [name for group in self.model.linear_groups() for name in group]
+        widest = max(first.get_submodule(name).weight.shape[1] for name in names)
+        if tokens < _TOKENS_PER_INPUT * widest:
+            progress.say(
+                f"quantize: {tokens} calibration tokens are few for layers of {widest} inputs; "
+                f"{_TOKENS_PER_INPUT * widest} or more generalize better"
+            )
 
     def quantize_group(self, index: int, group: list[str], inputs) -> None:
         """One Hessian, then the group's layers, those of one form solved together."""

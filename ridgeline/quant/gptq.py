@@ -33,7 +33,7 @@ class GPTQOptions:
     """natural: columns as stored; static: by descending diagonal of H with groups kept as stored
     (no cost at run time); activation: by descending diagonal with groups along that order (g_idx in
     the file, "desc_act")."""
-    damping: float = 0.01
+    damping: float = 0.02
     """Added to the diagonal of H, as a fraction of its mean. Range (0, 1]."""
     damping_step: float = 0.01
     """Added to the fraction whenever the factorization fails; each raise is reported."""
@@ -43,7 +43,7 @@ class GPTQOptions:
     """Columns between two updates of the rest."""
     clip_search: bool = True
     """Choose each group's scale for least weighted rounding error instead of its extremes."""
-    refits: int = 1
+    refits: int = 0
     """Times that scales are fitted to the codes in the metric H and the columns solved again
     (static and natural order only)."""
 
@@ -57,7 +57,7 @@ class GPTQOptions:
                 "choose one of these",
             )
         if not 0.0 < self.damping <= 1.0:
-            raise bad_value("gptq", "damping", "lie in (0, 1]", self.damping, "0.01 is usual")
+            raise bad_value("gptq", "damping", "lie in (0, 1]", self.damping, "0.02 is usual")
         if self.damping_step <= 0.0 or self.damping_limit < self.damping:
             raise bad_value(
                 "gptq",
@@ -69,7 +69,7 @@ class GPTQOptions:
         if self.block < 1:
             raise bad_value("gptq", "block", "be at least 1", self.block, "128 is usual")
         if self.refits < 0:
-            raise bad_value("gptq", "refits", "be 0 or more", self.refits, "1 is usual")
+            raise bad_value("gptq", "refits", "be 0 or more", self.refits, "0 or 1 is usual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.layout, self.out_features, self.in_features = layout, n, k
         self.dtype, self.impl = dtype, impl
-        self.bias: torch.Tensor | None = None
+        self.bias: torch.Tensor | None
+        self.register_buffer("bias", None)
         for name, spec in layout.tensor_specs(n, k, bias=bias).items():
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             self.register_buffer(name, tensor)
@@ -119,8 +120,7 @@ class QuantizedLinear(nn.Module):
             prepared = self.prepare()
         return w4a16_linear(x, prepared, self._bias_N)
 
-    @property
-    def bytes_per_token(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of stored tensors that a one-row forward needs: codes, scales, zero points where
         they are not all the middle one, the group table under act-order, bias."""
         names = ["qweight", "scales"]

@@ -21,29 +21,40 @@ def fit_group_params(
     """(scale, zero) of each group that round it with least importance-weighted squared error.
 
     Shapes: grouped [..., g]; importance broadcasts against it; results [...].
-    The candidates stretch or shrink the plain range by `ratios`. Symmetric codes reach -2^(bits-1)
-    but only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its extreme on
-    the longer side: scales may be negative, which the stored form and every reader allow.
+    The candidates are the plain range and it stretched or shrunk by `ratios`. Symmetric codes reach
+    -2^(bits-1) but only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its
+    extreme on the longer side: scales may be negative, which the stored form and every reader
+    allow.
     """
     low, high = grouped.amin(-1), grouped.amax(-1)
+    extreme = torch.where(high > -low, high, low)
+    middle = torch.full_like(low, float(spec.middle))
     best_scale, best_zero = range_params(low, high, spec)
-    least = torch.full_like(low, float("inf"))
+    least = _weighted_error(grouped, importance, best_scale, best_zero, spec.max_code)
     for ratio in ratios:
         if spec.symmetric:
-            extreme = torch.where(high > -low, high, low)
-            zero = torch.full_like(low, float(spec.middle))
             scale = extreme * (-ratio / spec.middle)
-            scale = spec.store(torch.where(extreme == 0, 1.0, scale))
+            scale, zero = spec.store(torch.where(extreme == 0, 1.0, scale)), middle
         else:
             scale, zero = range_params(low * ratio, high * ratio, spec)
-        code = to_codes(grouped, scale[..., None], zero[..., None], spec.max_code)
-        error = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).square_()
-        total = error.mul_(importance).sum(-1)
+        total = _weighted_error(grouped, importance, scale, zero, spec.max_code)
         better = total < least
         least = torch.where(better, total, least)
         best_scale = torch.where(better, scale, best_scale)
         best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
+
+
+def _weighted_error(
+    grouped: torch.Tensor,
+    importance: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    max_code: int,
+) -> torch.Tensor:
+    code = to_codes(grouped, scale[..., None], zero[..., None], max_code)
+    error = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).square_()
+    return error.mul_(importance).sum(-1)
 
 
 def refit_scales(

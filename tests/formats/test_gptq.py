@@ -101,9 +101,7 @@ def test_round_trip_any_shape(
 
 def test_dequantized_value_is_the_formula() -> None:
     """W[n, k] = scales[g_idx[k], n] * (q[k, n] - zero[g_idx[k], n]), element by element."""
-    form = GPTQFormat(
-        group_size=8, symmetric=False, desc_act=True, checkpoint_format="gptq_v2"
-    )
+    form = GPTQFormat(group_size=8, symmetric=False, desc_act=True, checkpoint_format="gptq_v2")
     tensors = form.pack(random_weight(form, 8, 24, low_zero=0))
     got = form.dequant_ref(tensors)
     for n in range(8):
@@ -168,7 +166,9 @@ def test_v1_refuses_a_zero_point_of_zero() -> None:
     form = GPTQFormat(group_size=8, symmetric=False)
     weight = random_weight(form, 8, 8)
     weight.zero_NR[0, 0] = 0
-    with pytest.raises(ValueError, match="zero_NR must have no 0 .* write checkpoint_format gptq_v2"):
+    with pytest.raises(
+        ValueError, match="zero_NR must have no 0 .* write checkpoint_format gptq_v2"
+    ):
         form.pack(weight)
 
 

@@ -8,7 +8,21 @@ Meaning shared by every implementation:
 - a row with nothing to attend to gives O = 0 and LSE = -inf (with a sink: LSE = the sink);
 - H / G query heads share a key/value head; head h reads key/value head h // (H / G);
 - softmax_scale defaults to 1 / sqrt(D); LSE is natural-log, fp32, of the scaled, masked scores
-  (the sink included).
+  (the sink included);
+- with seqused, S and T above are the used lengths; leftpad hides the first keys and moves nothing
+  (i and j keep counting from the start of the stored sequence);
+- a key that does not exist (beyond seqused_k, before leftpad, beyond cu_seqlens) has no influence
+  whatever it holds, NaN included; a query beyond seqused_q gives O = 0, LSE = -inf, also with
+  sinks;
+- dropout acts on P after the softmax: kept entries are divided by 1 - p, LSE does not know of it.
+
+What a module of an implementation has (op.py calls it, after validation):
+    forward(q, k, v, options, extras) -> (out, lse_ln)
+    backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
+Layouts: dense q_BSHD k_BTGD v_BTGV -> out_BSHV, lse fp32 [B, H, S]; varlen q_PHD k_PGD v_PGV ->
+out_PHV, lse fp32 [H, P]; paged k and v are [pages, W, G, D] (forward only). dlse is None or like
+lse; the score's gradient is dS = P * (dP - rowsum(dO * O) + dlse). Any strides: an implementation
+makes contiguous what it needs so. Outputs are new tensors in q's dtype.
 """
 
 from __future__ import annotations
@@ -54,6 +68,10 @@ class AttentionProblem:
     """Tokens of a page of the KV cache; None is contiguous."""
     kv_cache: bool = False
     """A call of flash_attn_with_kvcache."""
+    leftpad: bool = False
+    """Keys before a per-sequence start do not exist."""
+    kv_batch_idx: bool = False
+    """Sequence b reads row kv_batch_idx[b] of k and v."""
     needs_grad: bool = False
     deterministic: bool = False
     """Backward must be bitwise repeatable."""
@@ -110,6 +128,9 @@ class AttentionOptions:
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    num_splits: int = 0
+    """Parts the keys are split into in decode; 0 lets the implementation choose. Never changes the
+    meaning; an implementation without split-KV has one part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +152,8 @@ class AttentionExtras:
     """int32 [B], used prefix of each key sequence (cache_seqlens of a KV cache)."""
     leftpad_k: torch.Tensor | None = None
     """int32 [B], first valid key of each sequence; keys before it do not exist."""
+    kv_batch_idx: torch.Tensor | None = None
+    """int32 [B], row of k and v that each sequence reads (dense k and v with more rows than B)."""
     page_ids_BU: torch.Tensor | None = None
     """int32, pages of each sequence; k and v are then [pages, W, G, D]."""
     alibi_slopes: torch.Tensor | None = None
@@ -138,7 +161,22 @@ class AttentionExtras:
     sinks_H: torch.Tensor | None = None
     """fp32 [H], one logit a head in the softmax's denominator."""
     bias: torch.Tensor | None = None
-    """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is."""
+    """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is; in q's
+    dtype or fp32. Varlen: S and T are the longest, entry (b, h, i, j) is in a sequence's own
+    coordinates."""
     dropout_seed: int = 0
     dropout_offset: int = 0
     """Counter-based: the mask is a function of (seed, offset, batch, head, i, j); see rng.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGrads:
+    """What an implementation's `backward` returns; dq, dk, dv in their input's shape and dtype."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsinks: torch.Tensor | None = None
+    """fp32 [H], None without sinks."""
+    dbias: torch.Tensor | None = None
+    """bias's shape and dtype (summed over what is broadcast), None without bias."""

@@ -15,6 +15,8 @@ the int4 path rounds to the activation's dtype before the bias is added.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -27,9 +29,12 @@ _INT4_COLUMNS = 16
 """Output features come in multiples of this in PyTorch's packing."""
 
 
+@functools.cache
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Whether this CPU multiplies bf16 natively (x86; taken as no where PyTorch does not say)."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    asked = (getattr(torch.cpu, name, None) for name in names)
+    return any(ask is not None and bool(ask()) for ask in asked)
 
 
 def int4_refusal(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:

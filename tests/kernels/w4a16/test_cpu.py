@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from .weights import make_weight
 
 from ridgeline.kernels.w4a16 import cpu, op
 from ridgeline.kernels.w4a16.ref import w4a16_ref
+
+from .weights import make_weight
 
 BF16 = torch.bfloat16
 

@@ -1,4 +1,5 @@
-"""The W4A16 op for every implementation that runs on a CPU: values, exactness, compile, refusals."""
+"""The W4A16 op for every implementation that runs on a CPU: values, exactness, compile,
+refusals."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import dataclasses
 
 import pytest
 import torch
-from .weights import make_weight
 
 from ridgeline.core.arch import pretend
 from ridgeline.core.registry import impls, refusal
 from ridgeline.kernels.w4a16 import op
 from ridgeline.kernels.w4a16.ref import w4a16_ref
+
+from .weights import make_weight
 
 ON_CPU = [impl.name for impl in impls("w4a16") if set(impl.archs) & {"cpu", "any"}]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from .weights import make_weight
 
 from ridgeline.kernels.w4a16.ref import w4a16_ref
+
+from .weights import make_weight
 
 
 def test_against_loops() -> None:

@@ -1,0 +1,92 @@
+"""`ridgeline convert`: a GGUF file or a Hugging Face folder in, a Hugging Face folder out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ridgeline.cli.command import Command, Result
+from ridgeline.cli.tables import bytes_text
+from ridgeline.core.dtypes import dtype_name, torch_dtype
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.nn import gguf
+from ridgeline.nn.hf import load_config, load_pretrained, save_pretrained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig:
+    """Write a GGUF file or a Hugging Face folder as a Hugging Face folder."""
+
+    source: Path
+    """A .gguf file, or a folder with config.json and safetensors."""
+    out: Path
+    """The folder to write; it appears whole or not at all."""
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    """Of the weights; keep: the folder's own, float16 for a GGUF file."""
+    max_shard_gb: float = 5.0
+    """Largest safetensors file, GB (1e9 bytes), above 0; folders only, a GGUF file's model is
+    written with the default."""
+    overwrite: bool = False
+    """Replace `out` where it exists."""
+
+    def __post_init__(self) -> None:
+        if self.max_shard_gb <= 0:
+            raise bad_value("convert", "max_shard_gb", "be above 0", self.max_shard_gb, "e.g. 5")
+
+
+def convert(config: ConvertConfig) -> Result:
+    """Write `source` as a Hugging Face folder, all or nothing.
+
+    Raises: UserError for a source that cannot be read, an `out` that exists, a disk that refuses.
+    """
+    if not config.source.exists():
+        raise UserError(f"convert: source must exist, got {config.source}; check the path")
+    if config.out.exists() and not config.overwrite:
+        raise UserError(f"convert: {config.out} exists already; choose another or pass --overwrite")
+    if config.source.is_dir():
+        dtype = None if config.dtype == "keep" else torch_dtype(config.dtype)
+        model = load_pretrained(config.source, dtype=dtype)
+        save_pretrained(
+            model,
+            config.out,
+            tokenizer_from=config.source,
+            max_shard_bytes=int(config.max_shard_gb * 1e9),
+            overwrite=config.overwrite,
+        )
+        written = dtype_name(next(model.parameters()).dtype)
+    else:
+        written = "float16" if config.dtype == "keep" else config.dtype
+        gguf.convert(
+            config.source, config.out, dtype=torch_dtype(written), overwrite=config.overwrite
+        )
+    shape = load_config(config.out)
+    return {
+        "source": str(config.source),
+        "out": str(config.out),
+        "family": shape.family,
+        "parameters": shape.num_params(),
+        "dtype": written,
+        "bytes": folder_bytes(config.out),
+    }
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of a folder's safetensors."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def show(result: Result) -> str:
+    """What was written."""
+    return (
+        f"{result['out']}: {result['family']}, {result['parameters'] / 1e6:.1f} M parameters in "
+        f"{result['dtype']}, {bytes_text(result['bytes'])} of weights"
+    )
+
+
+def kept(config: ConvertConfig) -> str:
+    """After Ctrl-C."""
+    return f"{config.out} is as it was before"
+
+
+COMMAND = Command(run=convert, config=ConvertConfig, show=show, kept=kept)

@@ -1,0 +1,222 @@
+"""`ridgeline <command>`: parse, run, print, and turn errors into exit codes.
+
+Exit codes: 0 done; 2 bad arguments (what a caller can cause: ValueError, TypeError,
+NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug).
+A command's module is imported when the command is chosen, so `ridgeline --help` imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from typing import Annotated, Any
+
+import ridgeline
+from ridgeline.cli.command import Command, Output
+from ridgeline.core import progress
+from ridgeline.core.errors import UserError
+
+COMMANDS: dict[str, str] = {
+    "quickstart": "The whole path on real weights, from perplexity to 4 bits, ending in a report.",
+    "doctor": "What this machine has, which implementations run on it, and its measured ceilings.",
+    "explain": "Which kernel and tile a problem gets, why others refuse, and its roofline floor.",
+    "train": "Train a decoder on text files.",
+    "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
+    "eval": "Perplexity of a model folder on a text file.",
+    "generate": "Answer a prompt, streamed token by token.",
+    "convert": "Write a GGUF file or a Hugging Face folder as a Hugging Face folder.",
+}
+"""Name and one line of each command; `ridgeline.cli.<name>` holds it."""
+
+DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line on `argv` (default: the process's own); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(usage(), file=sys.stderr)
+        return BAD_ARGUMENTS
+    if words[0] in ("-h", "--help"):
+        print(usage())
+        return DONE
+    if words[0] == "--version":
+        print(f"ridgeline {ridgeline.__version__}")
+        return DONE
+    if words[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        return _fail(
+            f"command must be one of {names}, got {words[0]!r}; see ridgeline --help",
+            BAD_ARGUMENTS,
+        )
+    with _one_line_warnings(), _reporter("--json" in words[1:]):
+        return _guarded(words[0], words[1:])
+
+
+def usage() -> str:
+    """What `ridgeline --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: ridgeline <command> [options]",
+        "",
+        "A decoder LLM from training to 4-bit serving at the hardware's limit.",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()),
+        "",
+        "ridgeline <command> --help lists a command's options; all take --json and --debug.",
+        "ridgeline --version prints the version.",
+    ]
+    return "\n".join(lines)
+
+
+def load_command(name: str) -> Command:
+    """Import the module of a command."""
+    return importlib.import_module(f"ridgeline.cli.{name}").COMMAND
+
+
+def parse(
+    prog: str, config: type, words: list[str], default: Any = None, note: str = ""
+) -> tuple[Any, Output]:
+    """Read a command's flags into its config and the output flags.
+
+    default: a config whose values are the flags' defaults; None: the dataclass's.
+
+    Raises: ValueError for flags that do not parse and values that the config refuses;
+    SystemExit(0) after --help.
+    """
+    import tyro
+
+    invocation = dataclasses.make_dataclass(
+        "Invocation",
+        [
+            ("config", Annotated[config, tyro.conf.arg(name="")]),
+            ("output", Annotated[Output, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]),
+        ],
+        kw_only=True,
+    )
+    start = None if default is None else invocation(config=default, output=Output())
+    about = f"{config.__doc__}\n\n{note}".strip()
+    said = io.StringIO()
+    parsed: Any
+    try:
+        with redirect_stderr(said):
+            parsed = tyro.cli(invocation, args=words, prog=prog, description=about, default=start)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(one_line(prog, said.getvalue())) from None
+    return parsed.config, parsed.output
+
+
+def one_line(prog: str, box: str) -> str:
+    """What the parser says in a box, as a line: its parts joined, without the frame."""
+    parts = [""]
+    for line in box.splitlines()[1:]:
+        words = line.strip("\u2502\u256d\u2570\u256e\u256f| \n")
+        if words and not words.strip("\u2500-"):
+            parts.append("")
+        else:
+            parts[-1] += f" {words}"
+    kept = [part.strip() for part in parts if part.strip()]
+    kept = [part for part in kept if not part.startswith("For full helptext")]
+    message = "; ".join(kept) or "the flags do not parse"
+    if refused := re.match(r"Error parsing [\w.]+: (.*)", message):
+        return refused.group(1)
+    return f"{prog.removeprefix('ridgeline ')}: {message}; see {prog} --help"
+
+
+def _guarded(name: str, words: list[str]) -> int:
+    debug = "--debug" in words
+    command, config = None, None
+    try:
+        command = load_command(name)
+        prog, chosen, rest = _choose_config(f"ridgeline {name}", command, words)
+        default, rest = command.defaults(rest) if command.defaults else (None, rest)
+        config, _ = parse(prog, chosen, rest, default, command.note)
+        result = command.run(config)
+        progress.event("result", command=name, **result)
+        if text := command.show(result):
+            progress.say(text)
+        return DONE
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else DONE
+    except KeyboardInterrupt:
+        kept = command.kept(config) if command and config is not None else "nothing was written"
+        return _fail(f"{name}: interrupted; {kept}", FAILED, debug)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return _fail(str(error), BAD_ARGUMENTS, debug)
+    except UserError as error:
+        return _fail(str(error), FAILED, debug)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(f"{name}: {error.strerror or error}{where}", FAILED, debug)
+    except Exception as error:
+        hint = "" if debug else "; --debug prints the traceback"
+        return _fail(f"{name}: {type(error).__name__}: {error}{hint}", FAILED, debug)
+
+
+def _choose_config(prog: str, command: Command, words: list[str]) -> tuple[str, type, list[str]]:
+    if not isinstance(command.config, Mapping):
+        return prog, command.config, words
+    names = ", ".join(command.config)
+    if words and words[0] in ("-h", "--help"):
+        width = max(map(len, command.config))
+        lines = [f"  {name:<{width}}  {_summary(kind)}" for name, kind in command.config.items()]
+        print("\n".join([f"usage: {prog} <{names.replace(', ', '|')}> [options]", "", *lines]))
+        raise SystemExit(DONE)
+    if not words or words[0] not in command.config:
+        got = repr(words[0]) if words else "nothing"
+        command_name = prog.removeprefix("ridgeline ")
+        raise ValueError(
+            f"{command_name}: the next word must be one of {names}, got {got}; see --help"
+        )
+    return f"{prog} {words[0]}", command.config[words[0]], words[1:]
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+def _fail(reason: str, code: int, debug: bool = False) -> int:
+    if debug:
+        traceback.print_exc()
+    line = " ".join(reason.split())
+    print(f"ridgeline: {line}", file=sys.stderr)
+    progress.event("error", message=line, exit_code=code)
+    return code
+
+
+@contextmanager
+def _reporter(as_json: bool) -> Iterator[None]:
+    before = progress.mode()
+    progress.set_mode("json" if as_json else "bars" if sys.stderr.isatty() else "lines")
+    try:
+        yield
+    finally:
+        progress.set_mode(before)
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"ridgeline: warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One file a stage of the quickstart; see cli/stage.py."""

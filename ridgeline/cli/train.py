@@ -1,0 +1,84 @@
+"""`ridgeline train`: text files to a trained decoder, interruptible and resumable."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from ridgeline.cli.command import Command, Result
+from ridgeline.core.errors import bad_value
+from ridgeline.train import trainer
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.toml import load_config
+
+SIGNALS = ("SIGINT", "SIGTERM")
+
+
+def train(config: TrainConfig) -> Result:
+    """Train a decoder on text files, going on from the run folder's newest good checkpoint.
+
+    Raises: what ridgeline.train.trainer.train raises; KeyboardInterrupt after a signal stopped it,
+    its state saved.
+    """
+    result = trainer.train(config)
+    if result.interrupted in SIGNALS:
+        raise KeyboardInterrupt
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(result).items()
+    }
+
+
+def show(result: Result) -> str:
+    """The end of the run in a few lines."""
+    loss = f"loss {result['losses'][-1]:.4f}" if result["losses"] else "no step was left to do"
+    held_out = (
+        "" if result["eval_loss"] is None else f", {result['eval_loss']:.4f} on held-out text"
+    )
+    lines = [
+        f"step {result['step']} of {result['steps']}: {loss}{held_out}",
+        f"{result['tokens_per_s']:,.0f} tokens/s, MFU {100 * result['mfu_causal']:.1f} % causal, "
+        f"{100 * result['mfu_noncausal']:.1f} % non-causal counting",
+    ]
+    if result["checkpoint"]:
+        lines.append(f"checkpoint  {result['checkpoint']}")
+    if result["exported"]:
+        lines.append(f"model       {result['exported']}")
+    return "\n".join(lines)
+
+
+def kept(config: TrainConfig) -> str:
+    """After Ctrl-C."""
+    folder = config.run_dir / "checkpoints"
+    newest = max(folder.glob("step-*"), default=None)
+    if newest is None:
+        return f"no checkpoint was due yet in {folder}"
+    return f"{newest} is kept; the same command goes on from there"
+
+
+def config_file(words: list[str]) -> tuple[TrainConfig | None, list[str]]:
+    """Take `--config FILE` out of the flags; its values become the flags' defaults.
+
+    Raises: ValueError where no file follows; what load_config raises.
+    """
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            continue
+        rest = words[:index] + words[index + (1 if equals else 2) :]
+        if not equals:
+            if index + 1 == len(words):
+                raise bad_value("train", "--config", "name a TOML file", "nothing", "add its path")
+            value = words[index + 1]
+        return load_config(Path(value)), rest
+    return None, words
+
+
+COMMAND = Command(
+    run=train,
+    config=TrainConfig,
+    show=show,
+    kept=kept,
+    defaults=config_file,
+    note="--config FILE reads a TOML file first; its values become the defaults below.",
+)

@@ -1,0 +1,1 @@
+"""Running models: from a folder to something that answers."""

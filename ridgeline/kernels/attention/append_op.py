@@ -1,0 +1,53 @@
+"""The append operator ridgeline::kv_append_; it mutates the cache, so compiled code keeps order."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ridgeline.core import registry
+from ridgeline.kernels.attention import kvcache
+from ridgeline.kernels.attention.dispatch import arch_of
+from ridgeline.kernels.attention.kvcache import Where
+
+_lib = torch.library.Library("ridgeline", "FRAGMENT")
+_lib.define(
+    "kv_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
+    "Tensor? kv_batch_idx, Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "bool rotary_interleaved) -> ()"
+)
+append_op = torch.ops.ridgeline.kv_append_.default
+
+
+@lru_cache(maxsize=64)
+def _appender(device: torch.device) -> Callable[..., None]:
+    """The fused kernel of the best implementation on a GPU that has one, else plain PyTorch."""
+    arch = arch_of(device)
+    for impl in registry.impls("attention") if arch.is_gpu else ():
+        installed = all(importlib.util.find_spec(package) for package in impl.needs)
+        if registry.runs_on(impl, arch) and installed:
+            fused = getattr(registry.load(impl), "append_kv", None)
+            if fused is not None:
+                return fused
+    return kvcache.append
+
+
+@torch.library.impl("ridgeline::kv_append_", ("cpu", "cuda"), lib=_lib)
+def _kv_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *where: torch.Tensor | bool | None,
+) -> None:
+    target = Where(*where)  # type: ignore[arg-type]
+    kvcache.check_append(k_cache, v_cache, k, v, target)
+    _appender(k_cache.device)(k_cache, v_cache, k, v, target)
+
+
+@torch.library.register_fake("ridgeline::kv_append_", lib=_lib)
+def _kv_append_fake(*values: object) -> None:
+    return None

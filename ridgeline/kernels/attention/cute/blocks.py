@@ -1,0 +1,83 @@
+"""Which blocks of keys a tile of queries visits, and which of them need a mask.
+
+A tile holds query rows [first_row, first_row + rows). With shift = T - S, row i sees the keys
+    i + shift - left <= j <= i + shift + right,   0 <= j < T
+so the tile visits key blocks [begin, end), at least one, the last always with a mask, and skips
+the mask in [full_begin, full_end), begin <= full_begin <= full_end < end.
+Plain arithmetic on integers of either world: Python's (tests) or the device's (`Integer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+UNBOUNDED = 1 << 29
+"""A window side that never cuts, small enough that sums of three stay inside int32."""
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Key blocks of one tile of queries; a tile that sees no key gets one block, all masked."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+    def inside(self, outer: BlockRange, integer: Any = None) -> BlockRange:
+        """This range where it may leave the outer one: rows behind a sequence's end see blocks
+        that its tile does not have. At least one block is left, the last with a mask."""
+        integer = integer or Integer
+        begin = integer.maximum(integer.minimum(self.begin, outer.end - 1), outer.begin)
+        end = integer.maximum(integer.minimum(self.end, outer.end), begin + 1)
+        full_end = integer.maximum(integer.minimum(self.full_end, end - 1), begin)
+        full_begin = integer.minimum(integer.maximum(self.full_begin, begin), full_end)
+        return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """min, max and floor division, for Python's integers; the device passes its own."""
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return min(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return max(a, b)
+
+
+def block_range(
+    first_row: Any,
+    rows: int,
+    block: int,
+    lengths: tuple[Any, Any],
+    window: tuple[Any | None, Any | None],
+    integer: Any = Integer,
+) -> BlockRange:
+    """Blocks of `block` keys that `rows` queries from `first_row` visit.
+
+    lengths is (S, T); window is (left, right), None where that side is not compiled in.
+    All divisions are of numbers that were clamped at 0 first, so truncation is floor.
+    """
+    seqlen_q, seqlen_k = lengths
+    left, right = window
+    shift = seqlen_k - seqlen_q
+    end_key, full_end_key = seqlen_k, seqlen_k
+    if right is not None:
+        end_key = integer.minimum(seqlen_k, first_row + rows + shift + right)
+        full_end_key = integer.minimum(seqlen_k, first_row + 1 + shift + right)
+    end = (integer.maximum(end_key, 0) + block - 1) // block
+    full_end = integer.maximum(full_end_key, 0) // block
+    begin, full_begin = 0, 0
+    if left is not None:
+        begin = integer.maximum(first_row + shift - left, 0) // block
+        last_start = integer.maximum(first_row + rows - 1 + shift - left, 0)
+        full_begin = (last_start + block - 1) // block
+    # At least one block, so that the pipelines need no case for a tile that sees no key.
+    end = integer.maximum(end, begin + 1)
+    full_end = integer.maximum(integer.minimum(full_end, end - 1), begin)
+    full_begin = integer.minimum(integer.maximum(full_begin, begin), full_end)
+    return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)

@@ -1,0 +1,61 @@
+"""Hiding keys beyond the sequence, the diagonal or the window, on a WGMMA accumulator.
+
+Element e of a thread's accumulator [64, N] lies in row (lane // 4 + 8 * ((e // 2) % 2)) of its
+warp's 16, and in column 2 * (lane % 4) + e % 2 + 8 * (e // 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+MINUS_INFINITY = float("-inf")
+
+
+def accumulator_row(element: int) -> int:
+    """Which of a thread's two rows an accumulator element lies in."""
+    return (element // 2) % 2
+
+
+def accumulator_column(element: int) -> int:
+    """Column of an accumulator element, before the lane's own offset."""
+    return element % 2 + 8 * (element // 4)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The limits of one tile for one thread; sides that are None are not compiled in."""
+
+    row: Int32
+    """The thread's first query row; its second is 8 further down."""
+    lane_column: Int32
+    """2 * (lane % 4)."""
+    seqlen_k: Int32
+    shift: Int32
+    """T - S."""
+    left: Any
+    right: Any
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, block_start: Int32):
+        """Set hidden scores to -inf. scores: flat accumulator of one thread."""
+        first_column = block_start + self.lane_column
+        for r in cutlass.range_constexpr(2):
+            diagonal = self.row + 8 * r + self.shift - first_column
+            end = self.seqlen_k - first_column
+            if cutlass.const_expr(self.right is not None):
+                end = cutlass.min(end, diagonal + self.right + 1)
+            begin = Int32(0)
+            if cutlass.const_expr(self.left is not None):
+                begin = diagonal - self.left
+            for e in cutlass.range_constexpr(cute.size(scores)):
+                if cutlass.const_expr(accumulator_row(e) == r):
+                    column = accumulator_column(e)
+                    hidden = end <= column
+                    if cutlass.const_expr(self.left is not None):
+                        hidden = hidden | (begin > column)
+                    scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])

@@ -1,0 +1,294 @@
+"""Attention on any GPU that Triton compiles for: the entry points.
+
+    forward(q, k, v, options, extras) -> (out, lse_ln)
+    backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
+
+Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (fp32
+inputs: as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype before the products
+they enter. Every sum has a fixed order, so results and gradients are bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.kernels.attention import triton_bwd, triton_decode, triton_fwd
+from ridgeline.kernels.attention.config import (
+    BackwardConfig,
+    DecodeConfig,
+    TileConfig,
+    backward_config,
+    decode_config,
+    forward_tile,
+    next_power_of_2,
+    takes_decode,
+)
+from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
+from ridgeline.kernels.attention.triton_plan import (
+    Inputs,
+    Launch,
+    arch_of,
+    batched,
+    call_of,
+    cdiv,
+    flat_strides,
+    inputs_of,
+    launch_options,
+    problem_of,
+    seeds_of,
+    strides_of,
+    tensor_args,
+    variant_of,
+)
+
+
+def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
+    """Attention forward -> (out like q with v's head dim, lse_ln fp32). See the module's docstring."""
+    x = inputs_of(q, k, v, options, extras)
+    problem, arch = problem_of(x, "fwd"), arch_of(q.device)
+    out, lse = forward_outputs(x)
+    if takes_decode(problem):
+        launches = plan_decode(x, out, lse, decode_config(problem, arch, options.num_splits))
+    else:
+        launches = [plan_forward(x, out, lse, forward_tile(problem, arch))]
+    for launch in launches:
+        launch.run()
+    return (out[0] if x.packed_q else out), lse
+
+
+def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out (4-D) and lse; rows that no sequence has are 0 and -inf from the start."""
+    shape = (*x.q.shape[:3], x.v.shape[-1])
+    if x.packed_q:
+        lse = torch.full((x.heads, x.q.shape[1]), float("-inf"), device=x.q.device)
+        return x.q.new_zeros(shape), lse
+    lse = torch.empty((shape[0], x.heads, shape[1]), device=x.q.device, dtype=torch.float32)
+    return x.q.new_empty(shape), lse
+
+
+def plan_decode(
+    x: Inputs, out: torch.Tensor, lse: torch.Tensor, config: DecodeConfig
+) -> list[Launch]:
+    """The split-KV launch and, with several splits, the merge; out is 4-D."""
+    tile, splits = config.tile, config.num_splits
+    tma = tile.tma and bool(flat_strides(x.k)) and bool(flat_strides(x.v))
+    tma &= not x.paged or x.k.shape[1] % tile.block_n == 0
+    variant = variant_of(x, tile, tma, direct=splits == 1)
+    places, descriptors = tensor_args(((x.k, tile.block_n), (x.v, tile.block_n)), tma)
+    lse_strides = (x.lse_strides[0], 1, x.lse_strides[1], 0)
+    results = ((out, (*strides_of(out), 0)), (lse, lse_strides))
+    partial = results
+    if splits > 1:
+        batch, rows, heads, dim = out.shape
+        part = torch.empty((batch, rows, heads, splits, dim), device=lse.device)
+        part_lse = torch.full((batch, rows, heads, splits), float("-inf"), device=lse.device)
+        partial = ((part, part.stride()[:4]), (part_lse, part_lse.stride()))
+    row_tiles = cdiv(x.heads // x.kv_heads * x.seqlen_q, tile.block_m)
+    split = Launch(
+        kernel=triton_decode.attention_split,
+        grid=(splits, x.kv_heads * row_tiles, x.batch),
+        args=(
+            (x.q, strides_of(x.q)),
+            *places,
+            *descriptors,
+            *partial,
+            splits,
+            row_tiles,
+            call_of(x),
+            variant,
+        ),
+        options=launch_options(tile),
+    )
+    if splits == 1:
+        return [split]
+    merge = Launch(
+        kernel=triton_decode.attention_merge,
+        grid=(out.shape[1], x.heads, out.shape[0]),
+        args=(
+            *partial,
+            *results,
+            splits,
+            next_power_of_2(splits),
+            variant.head_dim_v,
+            variant.block_dv,
+        ),
+        options={"num_warps": 4},
+    )
+    return [split, merge]
+
+
+def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> Launch:
+    """The forward kernel's launch; out is 4-D."""
+    tma = tile.tma and not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v))
+    variant = variant_of(x, tile, tma)
+    places, descriptors = tensor_args(
+        ((x.q, tile.block_m), (x.k, tile.block_n), (x.v, tile.block_n)), tma
+    )
+    return Launch(
+        kernel=triton_fwd.attention_fwd,
+        grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+        args=(
+            *places,
+            *descriptors,
+            (out, strides_of(out)),
+            (lse, *x.lse_strides),
+            call_of(x),
+            *seeds_of(x.extras),
+            variant,
+        ),
+        options=launch_options(tile),
+    )
+
+
+def backward(
+    dout, dlse, q, k, v, out, lse_ln, options: AttentionOptions, extras: AttentionExtras
+) -> AttentionGrads:
+    """Gradients of q, k, v, the sinks and the bias. See the module's docstring."""
+    x = inputs_of(q, k, v, options, extras)
+    config = backward_config(problem_of(x, "bwd"), arch_of(q.device))
+    plan = BackwardPlan(
+        x, batched(dout, x.packed_q), dlse, batched(out, x.packed_q), lse_ln, config
+    )
+    for launch in plan.launches():
+        launch.run()
+    packed_k = extras.cu_seqlens_k is not None
+    return AttentionGrads(
+        dq=plan.dq[0] if x.packed_q else plan.dq,
+        dk=plan.dk[0] if packed_k else plan.dk,
+        dv=plan.dv[0] if packed_k else plan.dv,
+        dsinks=plan.dsinks(),
+        dbias=plan.dbias,
+    )
+
+
+class BackwardPlan:
+    """Buffers and launches of one backward, in the order in which they run."""
+
+    def __init__(self, x: Inputs, dout, dlse, out, lse_ln, config: BackwardConfig):
+        self.x, self.dout, self.dlse, self.out, self.lse = x, dout, dlse, out, lse_ln
+        self.config = config
+        self.tma = not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v, dout))
+        whole = x.whole_keys and x.whole_queries
+        new = torch.empty_like if whole else torch.zeros_like
+        kept = {"memory_format": torch.contiguous_format}
+        self.dq, self.dk, self.dv = (new(t, **kept) for t in (x.q, x.k, x.v))
+        self.delta, self.lse_log2 = torch.zeros_like(lse_ln), torch.zeros_like(lse_ln)
+        bias = x.extras.bias
+        self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
+        self.call, self.seeds = call_of(x), seeds_of(x.extras)
+
+    def _variant(self, tile: TileConfig):
+        return variant_of(self.x, tile, self.tma and tile.tma)
+
+    def launches(self) -> list[Launch]:
+        """Everything, in order."""
+        found = [self._rows(), self._dkdv(), self._dq()]
+        if self.dbias is not None:
+            found.append(self._dbias())
+        return found
+
+    def _tensors(self, tile: TileConfig):
+        """Places and descriptors of q, k, v and dout for a tile."""
+        x = self.x
+        tensors = (
+            (x.q, tile.block_m),
+            (x.k, tile.block_n),
+            (x.v, tile.block_n),
+            (self.dout, tile.block_m),
+        )
+        return tensor_args(tensors, self.tma and tile.tma)
+
+    def _rows(self) -> Launch:
+        x = self.x
+        tile = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)
+        dlse = (None, (0, 0, 0))
+        if self.dlse is not None:
+            d = self.dlse.unsqueeze(0) if x.packed_q else self.dlse
+            dlse = (self.dlse, (d.stride(0), d.stride(1), d.stride(2)))
+        return Launch(
+            kernel=triton_bwd.attention_rows,
+            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            args=(
+                (self.out, strides_of(self.out)),
+                (self.dout, strides_of(self.dout)),
+                (self.lse, *x.lse_strides),
+                dlse,
+                (self.delta, self.lse_log2),
+                self.call,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dkdv(self) -> Launch:
+        x, tile = self.x, self.config.dkdv
+        places, descriptors = self._tensors(tile)
+        return Launch(
+            kernel=triton_bwd.attention_dkdv,
+            grid=(cdiv(x.seqlen_k, tile.block_n), x.kv_heads, x.batch),
+            args=(
+                *places,
+                *descriptors,
+                (self.delta, self.lse_log2),
+                (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
+                x.lse_strides,
+                self.call,
+                *self.seeds,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dq(self) -> Launch:
+        x, tile = self.x, self.config.dq
+        places, descriptors = self._tensors(tile)
+        return Launch(
+            kernel=triton_bwd.attention_dq,
+            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            args=(
+                *places,
+                *descriptors,
+                (self.delta, self.lse_log2),
+                (self.dq, strides_of(self.dq)),
+                x.lse_strides,
+                self.call,
+                *self.seeds,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def _dbias(self) -> Launch:
+        x, bias = self.x, self.dbias
+        rows = 32 if x.q.element_size() == 4 or x.q.shape[-1] > 128 else 64
+        tile = TileConfig(block_m=rows, block_n=rows, num_warps=4, num_stages=1)
+        return Launch(
+            kernel=triton_bwd.attention_dbias,
+            grid=(
+                cdiv(bias.shape[2], rows),
+                cdiv(bias.shape[3], rows),
+                bias.shape[0] * bias.shape[1],
+            ),
+            args=(
+                *self._tensors(tile)[0],
+                (self.delta, self.lse_log2),
+                (bias, bias.shape[0], bias.shape[1], bias.stride()[:3]),
+                x.lse_strides,
+                x.batch,
+                x.heads,
+                self.call,
+                *self.seeds,
+                self._variant(tile),
+            ),
+            options=launch_options(tile),
+        )
+
+    def dsinks(self) -> torch.Tensor | None:
+        """-sum over rows of exp(sink - LSE) * delta; call after the launches."""
+        sinks = self.x.extras.sinks_H
+        if sinks is None:
+            return None
+        share = torch.exp(sinks.float()[:, None] - self.lse)
+        share = torch.where(self.lse == float("-inf"), 0.0, share)
+        total = (share * self.delta).sum(-1)
+        return -(total if self.x.packed_q else total.sum(0)).to(sinks.dtype)

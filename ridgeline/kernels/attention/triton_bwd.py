@@ -1,0 +1,481 @@
+"""Attention backward: what the rows need, then gradients by recomputing P from the log-sum-exp.
+
+    P = exp2(S log2(e) - LSE) ; dV = P^T dO ; dS = P (dO V^T - delta) ; dK = dS^T Q ; dQ = dS K
+    delta = rowsum(dO * O) - dLSE
+
+- `attention_rows`: delta and LSE in log2 units, a pass over O and dO;
+- `attention_dkdv`: a program a key tile, K and V on chip, over the query tiles of all query heads
+  that share it (so the sum over a GQA group stays in registers). Scores are kept transposed: P^T
+  and dS^T leave the tensor cores in the very layout in which the products dV and dK read them;
+- `attention_dq`: a program a query tile, over its key tiles;
+- `attention_dbias`: a program a tile of the bias, over the batch and heads it is broadcast to.
+
+Every sum has a fixed order: gradients are bitwise repeatable. Seven products a tile instead of the
+five of one fused kernel whose dQ is summed in memory by TMA reduction: that form was built and
+measured slower in Triton 3.6 on an H200 (docs/log/attention_triton.md). Bound by matrix units.
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ridgeline.kernels.attention.triton_common import (
+    LOG2E,
+    dropout_keep,
+    key_spans,
+    load_rows,
+    query_spans,
+    score_log2,
+    sequence,
+    store_rows,
+    visible,
+)
+from ridgeline.kernels.attention.triton_fwd import load_keys
+
+
+@triton.jit
+def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
+    """Grid (query tiles, heads, batch): delta and lse_log2 of each row.
+
+    A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0.
+    """
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row_q, start_q, stored, S, _, _, _, _ = sequence(c, b)
+    m0 = tl.program_id(0) * v.block_m
+    if m0 < stored:
+        o_ptr, o_strides = o_x
+        do_ptr, do_strides = do_x
+        o_ptr += row_q * o_strides[0] + start_q * o_strides[1] + h * o_strides[2]
+        do_ptr += row_q * do_strides[0] + start_q * do_strides[1] + h * do_strides[2]
+        o = load_rows(o_ptr, o_strides[1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+        do = load_rows(do_ptr, do_strides[1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        i = m0 + tl.arange(0, v.block_m)
+        lse_ptr, stride_b, stride_h = lse_x
+        at = row_q * stride_b + h * stride_h + start_q + i
+        lse = tl.load(lse_ptr + at, mask=i < S, other=float("-inf"))
+        if dlse_x[0] is not None:
+            dlse_ptr, dlse_strides = dlse_x
+            where = row_q * dlse_strides[0] + h * dlse_strides[1]
+            where += (start_q + i) * dlse_strides[2]
+            delta -= tl.load(dlse_ptr + where, mask=i < S, other=0.0).to(tl.float32)
+        empty = lse == float("-inf")
+        delta_ptr, lse_log2_ptr = rows_x
+        tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=i < stored)
+        tl.store(lse_log2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=i < stored)
+
+
+@triton.jit
+def load_queries(
+    x,
+    desc,
+    place,
+    m,
+    S,
+    c,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    v: tl.constexpr,
+):
+    """A tile of Q or dO; place is (base, row, start, head). See `load_keys`."""
+    base, row, start, head = place
+    if v.tma and (not MASKED or v.whole_m):
+        flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + m
+        tile = desc.load([flat, head * x[2][2]])
+    else:
+        tile = load_rows(base, x[1][1], m, 0, S, v.block_m, DIM, COLS)
+    return tile
+
+
+@triton.jit
+def probabilities(s, lse_log2, c, v: tl.constexpr):
+    """P from the score and the rows' log-sum-exp (broadcast by the caller)."""
+    if v.fold:
+        p = tl.exp2(s * c.scale_log2 - lse_log2)
+    else:
+        p = tl.exp2(s - lse_log2)
+    return p
+
+
+@triton.jit
+def _dkdv_step(
+    grads,
+    kv,
+    q_x,
+    do_x,
+    q_desc,
+    do_desc,
+    q_at,
+    do_at,
+    rows_x,
+    place,
+    n0,
+    m,
+    MASKED: tl.constexpr,
+    c,
+    v: tl.constexpr,
+):
+    """One query tile of `attention_dkdv`. MASKED: 0 no mask, 1 mask, 2 mask by a branch."""
+    dk, dv = grads
+    k, values = kv
+    b, h, S, T, pad, seed, offset, full_first, full_end = place
+    i_m = m + tl.arange(0, v.block_m)
+    q = load_queries(q_x, q_desc, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
+    delta_ptr, lse_ptr = rows_x
+    if MASKED > 0:
+        lse = tl.load(lse_ptr + i_m, mask=i_m < S, other=float("inf"))
+    else:
+        lse = tl.load(lse_ptr + i_m)
+    qk = tl.dot(k, tl.trans(q), input_precision=v.precision)
+    i, j = i_m[None, :], n0 + tl.arange(0, v.block_n)[:, None]
+    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    p = probabilities(s, lse[None, :], c, v)
+    if MASKED == 1:
+        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+    elif MASKED == 2:
+        if (m < full_first) | (m >= full_end):
+            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+    do = load_queries(do_x, do_desc, do_at, m, S, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    if MASKED > 0:
+        delta = tl.load(delta_ptr + i_m, mask=i_m < S, other=0.0)
+    else:
+        delta = tl.load(delta_ptr + i_m)
+    dp = tl.dot(values, tl.trans(do), input_precision=v.precision)
+    used = p
+    if v.dropout:
+        keep = dropout_keep(i, j, b, h, seed, offset, c)
+        used = tl.where(keep, p * c.keep_scale, 0.0)
+        dp = tl.where(keep, dp * c.keep_scale, 0.0)
+    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=v.precision)
+    ds = p * (dp - delta[None, :])
+    if v.softcap:
+        ds = ds * damp
+    ds = ds.to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=v.precision)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_dkdv(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    rows_x,
+    grads_x,
+    lse_strides,
+    c,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+):
+    """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, flat strides).
+
+    grads_x is (dk, strides, dv, strides).
+    """
+    BLOCK_N: tl.constexpr = v.block_n
+    BLOCK_D: tl.constexpr = v.block_d
+    BLOCK_DV: tl.constexpr = v.block_dv
+    g, b = tl.program_id(1), tl.program_id(2)
+    row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
+    n0 = tl.program_id(0) * v.block_n
+    stored = tl.cast(c.seqlen_k, tl.int32)
+    if c.cu_k is not None:
+        stored = (tl.load(c.cu_k + b + 1).to(tl.int64) - start_k).to(tl.int32)
+    if n0 < stored:
+        g_64 = g.to(tl.int64)
+        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_at = (k_ptr, row_k, start_k, g, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr)
+        k = load_keys(k_x, k_desc, k_at, n0, pad, T, c, True, v.head_dim, v.block_d, v)
+        val = load_keys(v_x, v_desc, v_at, n0, pad, T, c, True, v.head_dim_v, v.block_dv, v)
+        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1]
+        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1]
+        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+        first, full_first, full_end, end = query_spans(n0, S, T, pad, c, v)
+        for member in range(v.group):
+            h = g * v.group + member
+            h_64 = h.to(tl.int64)
+            q_at = (q_ptr + h_64 * q_x[1][2], row_q, start_q, h)
+            do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
+            at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q
+            rows = (rows_x[0] + at, rows_x[1] + at)
+            place = (b, h, S, T, pad, seed, offset, full_first, full_end)
+            if v.branch:
+                for m in tl.range(first, end, v.block_m, num_stages=v.num_stages):
+                    dk, dv = _dkdv_step(
+                        (dk, dv),
+                        (k, val),
+                        q_x,
+                        do_x,
+                        q_desc,
+                        do_desc,
+                        q_at,
+                        do_at,
+                        rows,
+                        place,
+                        n0,
+                        m,
+                        2,
+                        c,
+                        v,
+                    )
+            else:
+                if v.right:
+                    for m in tl.range(first, full_first, v.block_m, num_stages=v.num_stages):
+                        dk, dv = _dkdv_step(
+                            (dk, dv),
+                            (k, val),
+                            q_x,
+                            do_x,
+                            q_desc,
+                            do_desc,
+                            q_at,
+                            do_at,
+                            rows,
+                            place,
+                            n0,
+                            m,
+                            1,
+                            c,
+                            v,
+                        )
+                for m in tl.range(full_first, full_end, v.block_m, num_stages=v.num_stages):
+                    dk, dv = _dkdv_step(
+                        (dk, dv),
+                        (k, val),
+                        q_x,
+                        do_x,
+                        q_desc,
+                        do_desc,
+                        q_at,
+                        do_at,
+                        rows,
+                        place,
+                        n0,
+                        m,
+                        0,
+                        c,
+                        v,
+                    )
+                if v.left or not (v.whole_m and v.whole_n):
+                    for m in tl.range(full_end, end, v.block_m, num_stages=v.num_stages):
+                        dk, dv = _dkdv_step(
+                            (dk, dv),
+                            (k, val),
+                            q_x,
+                            do_x,
+                            q_desc,
+                            do_desc,
+                            q_at,
+                            do_at,
+                            rows,
+                            place,
+                            n0,
+                            m,
+                            1,
+                            c,
+                            v,
+                        )
+        dk_ptr, dk_strides, dv_ptr, dv_strides = grads_x
+        dk_ptr += row_k * dk_strides[0] + start_k * dk_strides[1] + g_64 * dk_strides[2]
+        dv_ptr += row_k * dv_strides[0] + start_k * dv_strides[1] + g_64 * dv_strides[2]
+        dk = dk * c.scale
+        store_rows(dk_ptr, dk_strides[1], n0, stored, dk, v.block_n, v.head_dim, v.block_d)
+        store_rows(dv_ptr, dv_strides[1], n0, stored, dv, v.block_n, v.head_dim_v, v.block_dv)
+
+
+@triton.jit
+def _dq_step(
+    dq,
+    q,
+    do,
+    rows,
+    k_x,
+    v_x,
+    k_desc,
+    v_desc,
+    k_at,
+    v_at,
+    place,
+    n,
+    MASKED: tl.constexpr,
+    c,
+    v: tl.constexpr,
+):
+    """One key tile of `attention_dq`."""
+    b, h, S, T, pad, seed, offset, full_first, full_end = place
+    i_m, lse, delta = rows
+    i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
+    qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
+    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    p = probabilities(s, lse[:, None], c, v)
+    if MASKED == 1:
+        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+    elif MASKED == 2:
+        if (n < full_first) | (n >= full_end):
+            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
+    if v.dropout:
+        keep = dropout_keep(i, j, b, h, seed, offset, c)
+        dp = tl.where(keep, dp * c.keep_scale, 0.0)
+    ds = p * (dp - delta[:, None])
+    if v.softcap:
+        ds = ds * damp
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=v.precision)
+
+
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_dq(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    rows_x,
+    dq_x,
+    lse_strides,
+    c,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+):
+    """Grid (query tiles, heads, batch). *_x are (pointer, strides, flat strides)."""
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_D: tl.constexpr = v.block_d
+    h, b = tl.program_id(1), tl.program_id(2)
+    row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, b)
+    tile = tl.program_id(0)
+    if v.right:
+        tile = tl.num_programs(0) - 1 - tile
+    m0 = tile * v.block_m
+    if m0 < stored:
+        g = h // v.group
+        h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
+        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
+        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
+        q_at = (q_ptr, row_q, start_q, h)
+        do_at = (do_ptr, row_q, start_q, h)
+        q = load_queries(q_x, q_desc, q_at, m0, S, c, True, v.head_dim, v.block_d, v)
+        do = load_queries(do_x, do_desc, do_at, m0, S, c, True, v.head_dim_v, v.block_dv, v)
+        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_at = (k_ptr, row_k, start_k, g, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr)
+        i_m = m0 + tl.arange(0, v.block_m)
+        at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
+        delta = tl.load(rows_x[0] + at, mask=i_m < S, other=0.0)
+        lse = tl.load(rows_x[1] + at, mask=i_m < S, other=float("inf"))
+        rows = (i_m, lse, delta)
+        dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
+        place = (b, h, S, T, pad, seed, offset, full_first, full_end)
+        if v.branch:
+            for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
+                dq = _dq_step(
+                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 2, c, v
+                )
+        else:
+            if v.left or c.pad_k is not None:
+                for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
+                    dq = _dq_step(
+                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
+                    )
+            for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
+                dq = _dq_step(
+                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 0, c, v
+                )
+            if v.right or not v.whole_n:
+                for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
+                    dq = _dq_step(
+                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
+                    )
+        dq_ptr, dq_strides = dq_x
+        dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
+        dq = dq * c.scale
+        store_rows(dq_ptr, dq_strides[1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
+
+
+@triton.jit
+def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.constexpr):
+    """dS of one tile of one head; at is (batch, head, m0, n0)."""
+    b, h, m0, n0 = at
+    row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
+    g = h // v.group
+    h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
+    q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
+    do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
+    k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
+    v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+    q = load_rows(q_ptr, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
+    k = load_rows(k_ptr, k_x[1][1], n0, pad, T, v.block_n, v.head_dim, v.block_d)
+    do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+    values = load_rows(v_ptr, v_x[1][1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
+    i_m = m0 + tl.arange(0, v.block_m)
+    row = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
+    delta = tl.load(rows_x[0] + row, mask=i_m < S, other=0.0)
+    lse = tl.load(rows_x[1] + row, mask=i_m < S, other=float("inf"))
+    i, j = i_m[:, None], n0 + tl.arange(0, v.block_n)[None, :]
+    qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
+    s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
+    p = tl.where(visible(i, j, S, T, pad, c, v), probabilities(s, lse[:, None], c, v), 0.0)
+    dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
+    if v.dropout:
+        keep = dropout_keep(i, j, b, h, seeds[0], seeds[1], c)
+        dp = tl.where(keep, dp * c.keep_scale, 0.0)
+    return p * (dp - delta[:, None])
+
+
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_dbias(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    rows_x,
+    dbias_x,
+    lse_strides,
+    batch,
+    heads,
+    c,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+):
+    """Grid (query tiles, key tiles, batch x heads of the bias): fixed order, no atomics.
+
+    dbias_x is (pointer, batch, heads, strides) of the contiguous gradient.
+    """
+    BLOCK_M: tl.constexpr = v.block_m
+    BLOCK_N: tl.constexpr = v.block_n
+    m0, n0 = tl.program_id(0) * v.block_m, tl.program_id(1) * v.block_n
+    dbias_ptr, bias_batch, bias_heads, strides = dbias_x
+    bias_b, bias_h = tl.program_id(2) // bias_heads, tl.program_id(2) % bias_heads
+    num_b, num_h = batch // bias_batch, heads // bias_heads
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for member in range(num_b * num_h):
+        b, h = bias_b + member // num_h, bias_h + member % num_h
+        total += _bias_tile(
+            q_x, k_x, v_x, do_x, rows_x, lse_strides, (b, h, m0, n0), c, (seed, offset), v
+        )
+    i = m0 + tl.arange(0, v.block_m)[:, None]
+    j = n0 + tl.arange(0, v.block_n)[None, :]
+    base = dbias_ptr + bias_b.to(tl.int64) * strides[0] + bias_h.to(tl.int64) * strides[1]
+    ptrs = base + i.to(tl.int64) * strides[2] + j
+    S, T = tl.cast(c.seqlen_q, tl.int32), tl.cast(c.seqlen_k, tl.int32)
+    tl.store(ptrs, total.to(dbias_ptr.dtype.element_ty), mask=(i < S) & (j < T))

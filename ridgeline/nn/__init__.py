@@ -1,0 +1,1 @@
+"""The decoder, its checkpoints, tokenizer, cache and generation."""

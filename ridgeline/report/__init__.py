@@ -1,0 +1,1 @@
+"""Figures and the one HTML file that tells what a run measured."""

@@ -1,0 +1,111 @@
+"""Hopper kernels compiled without a GPU: names, cache, and what the machine code holds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (pip install ridgeline[hopper]) is not here")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
+
+from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_config as cfg
+from ridgeline.kernels.attention.cute import library
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+
+def _problem(head_dim: int, **changes: object) -> AttentionProblem:
+    fields = dict(batch=1, seqlen_q=4096, seqlen_k=4096, heads=4, kv_heads=4)
+    return AttentionProblem(**fields, head_dim=head_dim, head_dim_v=head_dim, **changes)
+
+
+SHIPPED = {
+    "64-causal": _problem(64, causal=True),
+    "64-window": _problem(64, causal=True, window_left=128, sinks=True),
+    "128": _problem(128),
+    "128-softcap-fp16": _problem(128, softcap=30.0, dtype="float16"),
+    "128-causal-packed": _problem(128, causal=True, varlen=True),
+    "192-causal": _problem(192, causal=True),
+    "256-causal": _problem(256, causal=True),
+}
+
+
+def _cuobjdump() -> str:
+    if found := shutil.which("cuobjdump"):
+        return found
+    triton = pytest.importorskip("triton", reason="no cuobjdump here, and no Triton, which has one")
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def _dump(cubin: Path, what: str) -> str:
+    done = subprocess.run([_cuobjdump(), what, cubin], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_machine_code(name: str, tmp_path: Path) -> None:
+    """No spills, every product there once a place, and waits only where they are written: when
+    ptxas cannot prove the pipeline sound it serialises it and waits after each HGMMA."""
+    problem = SHIPPED[name]
+    traits, config = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
+    library.trace(traits, config, tmp_path)
+    (cubin,) = tmp_path.glob("*.cubin")
+    assert "STACK:0" in _dump(cubin, "-res-usage")
+    sass = _dump(cubin, "-sass")
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    qk, pv = traits.head_dim // 16, config.block_k // 16
+    if config.lookahead:  # first S of a tile and of the kernel, S of the second block, steps
+        steps = 2 * (3 if traits.has_left else 2) + 1
+        products, waits = 3 * qk + steps * (qk + pv) + 2 * pv, 3 * steps + 8
+    else:
+        steps = 3 if traits.has_left else 2
+        products, waits = 2 * qk + steps * (qk + pv) + pv, 3 * steps + 4
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= waits
+    assert len(re.findall(r"\bUSETMAXREG\b", sass)) == 2
+    assert re.search(r"\bUTMALDG\b", sass) and re.search(r"\bUTMASTG\b", sass)
+
+
+def test_names_tell_kernels_apart() -> None:
+    names = set()
+    for problem in SHIPPED.values():
+        traits, config = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
+        name = library.kernel_name(traits, config)
+        assert re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        names.add(name)
+    assert len(names) == len(SHIPPED)
+
+
+def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    built = []
+
+    def build(traits: object, config: object, target: Path) -> None:
+        built.append(target)
+        target.write_bytes(b"library")
+
+    monkeypatch.setattr(library, "_build", build)
+    problem = SHIPPED["128"]
+    arguments = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
+    first, second = library.compile_kernel(*arguments), library.compile_kernel(*arguments)
+    assert first == second == library.library_path(*arguments)
+    assert first.read_bytes() == b"library" and first.is_relative_to(tmp_path)
+    assert len(built) == 1
+    assert [p.suffix for p in sorted(first.parent.iterdir())] == [".lock", ".so"]
+
+
+@pytest.mark.slow
+def test_a_compiled_kernel_loads_and_checks_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    problem = SHIPPED["64-causal"]
+    arguments = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
+    kernel = library.kernel(*arguments)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        kernel(1, 2, 3)

@@ -1,0 +1,101 @@
+"""Hopper tiles: every head dim gets a valid one, budgets are computed, refusals say why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_config as cfg
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+H200 = KNOWN["sm90"]
+BASE = AttentionProblem(
+    batch=2, seqlen_q=1024, seqlen_k=2048, heads=8, kv_heads=2, head_dim=128, head_dim_v=128
+)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 72, 96, 112, 128, 160, 192, 200, 224, 256])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_every_head_dim_gets_a_valid_tile(head_dim: int, varlen: bool) -> None:
+    problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, varlen=varlen)
+    assert cfg.refuses(problem, H200) is None
+    traits, config = cfg.forward_traits(problem), cfg.forward_config(problem, H200)
+    assert cfg.why_invalid(config, traits) is None
+    assert traits.head_dim >= head_dim
+    assert cfg.shared_memory_bytes(config, traits) <= H200.smem_bytes
+    assert cfg.consumer_registers(config, traits) <= cfg.registers(config, traits)[1]
+
+
+@pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_register_split_fits_the_register_file(num_warpgroups: int, varlen: bool) -> None:
+    config = cfg.ForwardConfig(block_k=64, num_warpgroups=num_warpgroups)
+    traits = cfg.ForwardTraits(head_dim=64, head_dim_v=64, dtype="bfloat16", varlen=varlen)
+    producer, consumer = cfg.registers(config, traits)
+    assert producer % 8 == 0 and consumer % 8 == 0
+    assert 128 * (producer + num_warpgroups * consumer) <= 65536
+
+
+def test_shared_memory_of_a_known_tile() -> None:
+    traits = cfg.ForwardTraits(head_dim=128, head_dim_v=128, dtype="bfloat16")
+    config = cfg.ForwardConfig(block_k=128, num_warpgroups=2)
+    kib = 1024
+    q_and_o, keys_and_values = 2 * 32 * kib, 2 * 64 * kib
+    assert cfg.shared_memory_bytes(config, traits) == cfg.BARRIER_BYTES + q_and_o + keys_and_values
+    reused = replace(config, output_reuses_q=True)
+    saved = cfg.shared_memory_bytes(config, traits) - cfg.shared_memory_bytes(reused, traits)
+    assert saved == 32 * kib
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_warpgroups": 4}, "num_warpgroups must be"),
+        ({"block_k": 120}, "multiple of 16"),
+        ({"stages": 3}, "power of two"),
+        ({"block_k": 256}, "shared memory"),
+        ({"num_warpgroups": 3}, "registers"),
+        ({"lazy_log2": -1.0}, "negative"),
+    ],
+)
+def test_invalid_tiles_say_why(change: dict, why: str) -> None:
+    traits = cfg.ForwardTraits(head_dim=128, head_dim_v=128, dtype="bfloat16")
+    good = cfg.ForwardConfig(block_k=128, num_warpgroups=2)
+    assert cfg.why_invalid(good, traits) is None
+    assert why in (cfg.why_invalid(replace(good, **change), traits) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"direction": "bwd"}, "forward only"),
+        ({"dropout": True}, "dropout"),
+        ({"alibi": True}, "ALiBi"),
+        ({"bias": True}, "bias"),
+        ({"page_size": 16}, "paged"),
+        ({"mods": True}, "score or mask"),
+        ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
+        ({"head_dim": 100}, "multiples of 8"),
+        ({"seqlen_k": 0}, "empty"),
+    ],
+)
+def test_refusals_name_the_reason(change: dict, why: str) -> None:
+    assert cfg.refuses(BASE, H200) is None
+    assert why in (cfg.refuses(replace(BASE, **change), H200) or "")
+
+
+def test_causal_and_window_share_the_right_bound_in_the_compile_key() -> None:
+    causal = cfg.forward_traits(replace(BASE, causal=True))
+    window = cfg.forward_traits(replace(BASE, window_right=7))
+    assert causal == window and causal.has_right and not causal.has_left
+
+
+def test_sections_fill_l2_but_not_more() -> None:
+    causal = replace(BASE, causal=True, batch=1, seqlen_k=16384, heads=16, kv_heads=16)
+    section = cfg.heads_per_section(causal, H200)
+    head_bytes = 16384 * 256 * 2
+    assert section == 2 ** (section.bit_length() - 1)
+    assert section * head_bytes <= H200.l2_bytes < 4 * section * head_bytes
+    assert cfg.heads_per_section(replace(causal, causal=False), H200) == 1

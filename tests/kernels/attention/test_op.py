@@ -1,0 +1,199 @@
+"""The public functions and the operators under them: autograd, fake, compile, packing, variants."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from ridgeline.kernels.attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
+from ridgeline.kernels.attention.append_op import append_op
+from ridgeline.kernels.attention.arguments import SCHEMA, Arguments
+from ridgeline.kernels.attention.dispatch import _decide, attention_op, backward_op, module_for
+
+from . import cases
+
+OP_CASES = {
+    "causal": cases.Case(name="causal", causal=True, dim_v=16, seqlen_k=20),
+    "all": cases.Case(name="all", seqlen_q=7, seqlen_k=9, **cases.OPTIONS["everything"]),
+    "varlen": cases.Case(name="varlen", layout="varlen", causal=True, bias="batch"),
+}
+
+
+def _values(a: Arguments) -> tuple:
+    return tuple(getattr(a, field.name) for field in fields(Arguments))
+
+
+def _with_grad(a: Arguments) -> Arguments:
+    names = [n for n in ("q", "k", "v", "sinks", "bias") if getattr(a, n) is not None]
+    leaves = {n: getattr(a, n).detach().requires_grad_() for n in names}
+    return replace(a, needs_grad=True, **leaves)
+
+
+def test_schema_and_dataclass_agree():
+    assert [part.split()[-1] for part in SCHEMA.split(", ")] == [
+        field.name for field in fields(Arguments)
+    ]
+
+
+@pytest.mark.parametrize("name", OP_CASES)
+def test_opcheck_forward(name):
+    a = _with_grad(cases.build(OP_CASES[name]).arguments)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    more = ("test_aot_dispatch_dynamic",) if name == "causal" else ()
+    result = torch.library.opcheck(attention_op, _values(a), test_utils=tests + more)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", OP_CASES)
+def test_opcheck_backward(name):
+    built = cases.build(OP_CASES[name])
+    out, lse = attention_op(*_values(built.arguments))
+    given = (built.dout, built.dlse, out, lse, *_values(built.arguments))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    more = ("test_aot_dispatch_dynamic",) if name == "causal" else ()
+    result = torch.library.opcheck(backward_op, given, test_utils=tests + more)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+def test_opcheck_append():
+    caches, new = (torch.zeros(2, 8, 1, 4), torch.zeros(2, 8, 1, 4)), torch.randn(2, 3, 1, 4)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    given = (*caches, new, new, lengths, None, None, torch.ones(8, 2), torch.zeros(8, 2), True)
+    result = torch.library.opcheck(append_op, given, test_utils=("test_schema", "test_faketensor"))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", OP_CASES)
+def test_gradients_through_autograd_equal_fp64(name):
+    built = cases.build(replace(OP_CASES[name], dlse=True))
+    a = _with_grad(built.arguments)
+    out, lse = attention_op(*_values(a))
+    (out * built.dout).sum().add((lse * built.dlse).nan_to_num(0, 0, 0).sum()).backward()
+    expected = cases.reference(built, torch.float64)
+    for leaf in ("q", "k", "v", "sinks", "bias"):
+        if getattr(a, leaf) is not None:
+            got = getattr(a, leaf).grad.double()
+            torch.testing.assert_close(got, expected["d" + leaf], rtol=1e-4, atol=1e-5)
+
+
+def test_gradcheck_in_fp64():
+    q, k, v = (torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (2, 1, 1))
+    sinks = torch.randn(2, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+
+    def function(q, k, v, sinks):
+        return flash_attn_func(q, k, v, causal=True, softcap=2.0, sinks=sinks, return_lse=True)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_second_derivative_is_refused():
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(flash_attn_func(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention: create_graph must be False"):
+        grad.sum().backward()
+
+
+def test_compile_fullgraph():
+    def loss(q, k, v, sinks):
+        out, lse = flash_attn_func(q * 2, k, v, causal=True, sinks=sinks, return_lse=True)
+        return (out.square().sum() + lse.sum()).sin()
+
+    inputs = [torch.randn(2, 12, n, 16) for n in (4, 2, 2)] + [torch.randn(4)]
+    eager, compiled = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    expected = loss(*eager)
+    expected.backward()
+    got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled)
+    got.backward()
+    torch.testing.assert_close(got, expected)
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_compiled_dropout_draws_anew():
+    q = torch.randn(1, 16, 2, 8)
+    compiled = torch.compile(
+        lambda q: flash_attn_func(q, q, q, 0.5), fullgraph=True, backend="aot_eager"
+    )
+    assert not torch.equal(compiled(q), compiled(q))
+
+
+def test_dropout_repeats_from_its_seed_and_from_torchs():
+    q = torch.randn(1, 16, 2, 8)
+    seeded = [flash_attn_func(q, q, q, 0.5, dropout_seed=5) for _ in range(2)]
+    assert torch.equal(*seeded)
+    assert not torch.equal(
+        seeded[0], flash_attn_func(q, q, q, 0.5, dropout_seed=5, dropout_offset=1)
+    )
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(flash_attn_func(q, q, q, 0.5))
+    assert torch.equal(*drawn)
+
+
+def test_packed_variants_equal_the_plain_one():
+    q, kv = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 4, 16)
+    expected = flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], causal=True)
+    assert torch.equal(flash_attn_kvpacked_func(q, kv, causal=True), expected)
+    qkv = torch.cat((q[:, :, None], kv), dim=2)
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, causal=True), expected)
+
+
+def test_return_attn_probs_is_out_lse_none():
+    q = torch.randn(1, 5, 2, 8)
+    out, lse, probs = flash_attn_func(q, q, q, return_attn_probs=True)
+    assert probs is None and lse.shape == (1, 2, 5) and torch.equal(out, flash_attn_func(q, q, q))
+
+
+def test_varlen_equals_each_sequence_alone():
+    lengths = [5, 0, 1, 12]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v = (torch.randn(18, n, 16, requires_grad=True) for n in (4, 2, 2))
+    out = flash_attn_varlen_func(q, k, v, starts, starts, 12, 12, causal=True, window_size=(6, -1))
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        span = slice(start, start + length)
+        one = [x[span][None].detach().requires_grad_() for x in (q, k, v)]
+        alone = flash_attn_func(*one, causal=True, window_size=(6, -1))
+        torch.testing.assert_close(out[span], alone[0])
+        for got, want in zip(grads, torch.autograd.grad(alone.square().sum(), one), strict=True):
+            torch.testing.assert_close(got[span], want[0])
+
+
+def test_impl_argument_and_environment(monkeypatch):
+    a = cases.build(OP_CASES["causal"]).arguments
+    assert module_for(a, "fwd").__name__.endswith(".cpu")
+    assert module_for(replace(a, impl="tiled"), "fwd").__name__.endswith(".tiled")
+    monkeypatch.setenv("RIDGELINE_IMPL_ATTENTION", "ref")
+    assert module_for(a, "fwd").__name__.endswith(".ref")
+    assert module_for(replace(a, impl="cpu"), "fwd").__name__.endswith(".cpu")
+    with pytest.raises(ValueError, match="attention: impl must be one of .*got 'best'"):
+        module_for(replace(a, impl="best"), "fwd")
+
+
+def test_decision_is_cached():
+    q = torch.randn(1, 5, 2, 8)
+    flash_attn_func(q, q, q)
+    before = _decide.cache_info()
+    flash_attn_func(q, q, q)
+    after = _decide.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+def test_import_brings_no_triton():
+    code = (
+        "import sys, ridgeline.kernels.attention; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('triton', 'cutlass')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
