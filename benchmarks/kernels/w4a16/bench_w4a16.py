@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -205,10 +206,9 @@ class Quack:
     """quack's gemm_w4a16, where it is installed."""
 
     def __init__(self) -> None:
-        from quack.gemm_w4 import gemm_w4a16
-        from quack.operand_transform.formats import decode_format
-
-        self.gemm, self.format = gemm_w4a16, decode_format("int4")
+        formats = importlib.import_module("quack.operand_transform.formats")
+        self.gemm = importlib.import_module("quack.gemm_w4").gemm_w4a16
+        self.format = formats.decode_format("int4")
 
     def layer(self, k: int, n: int, copies: int) -> None:
         codes = self.format.quantize_reference(torch.randn(n, k, device="cuda") * 0.02)[:2]

@@ -32,8 +32,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
-from ridgeline.kernels.w4a16.config import DecodeConfig
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
+from ridgeline.kernels.w4a16.tiles import DecodeConfig
 
 ROWS = 32
 NIBBLES = 0x000F000F

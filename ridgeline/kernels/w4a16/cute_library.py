@@ -28,7 +28,7 @@ import tvm_ffi
 from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path
-from ridgeline.kernels.w4a16.config import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 
 ARCHITECTURE = "sm_90a"
 RUNTIME = "libcute_dsl_runtime.so"
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
     """Where this version of the kernels is kept."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("config.py", "cute_decode.py", "cute_matmul.py", "cute_ptx.py"):
+    for name in ("tiles.py", "cute_decode.py", "cute_matmul.py", "cute_ptx.py"):
         digest.update((here / name).read_bytes())
     return env.cache_dir() / "cute" / f"w4a16-{ARCHITECTURE}-{digest.hexdigest()[:16]}"
 

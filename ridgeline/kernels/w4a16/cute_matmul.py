@@ -28,8 +28,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
-from ridgeline.kernels.w4a16.config import MatmulConfig
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
+from ridgeline.kernels.w4a16.tiles import MatmulConfig
 
 NIBBLES = 0x000F000F
 BASE = {"bf16": 0x43004300, "f16": 0x64006400}
