@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
+from ridgeline.kernels.w4a16.config import launch_for, launch_for_triton
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 
 _PACKAGE = "ridgeline.kernels.w4a16"
@@ -45,3 +46,52 @@ register(
 )
 
 # GPU implementations
+
+
+def _packable(problem: W4A16Problem, arch: Arch) -> str | None:
+    if problem.bits != 4:
+        return f"takes 4 bits, not {problem.bits}"
+    if problem.group_size % 32 and problem.group_size != problem.k:
+        return (
+            f"takes groups of a multiple of 32 inputs or whole channels, not {problem.group_size}"
+        )
+    if problem.scale_dtype not in ("float16", "bfloat16", "float32"):
+        return f"takes fp16, bf16 or fp32 scales, not {problem.scale_dtype}"
+    return None
+
+
+def _hopper(problem: W4A16Problem, arch: Arch) -> str | None:
+    if problem.group_size not in (32, 64, 128, 256, problem.k):
+        return f"takes groups of 32, 64, 128, 256 or whole channels, not {problem.group_size}"
+    return _packable(problem, arch)
+
+
+register(
+    Impl(
+        op="w4a16",
+        name="cute_sm90",
+        archs=("=sm90",),
+        dtypes=("bfloat16", "float16"),
+        refuses=_hopper,
+        priority=100,
+        module=f"{_PACKAGE}.cute_sm90",
+        needs=("cutlass", "tvm_ffi"),
+        config=launch_for,
+        summary="Hopper: streamed packed words below 17 rows, WGMMA from registers above",
+    )
+)
+
+register(
+    Impl(
+        op="w4a16",
+        name="triton",
+        archs=("sm80",),
+        dtypes=("bfloat16", "float16"),
+        refuses=_packable,
+        priority=60,
+        module=f"{_PACKAGE}.triton",
+        needs=("triton",),
+        config=launch_for_triton,
+        summary="portable GPU kernel on the same packed layout",
+    )
+)

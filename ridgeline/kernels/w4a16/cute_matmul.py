@@ -1,0 +1,591 @@
+"""W4A16 for many rows (M > 16) on Hopper: packed weights as the register operand of WGMMA.
+
+    out[m, n] = sum_k act[m, k] * round(scale[n, g(k)] * (code[n, k] - zero[n, g(k)]))  (+ bias[n])
+
+A tile is 128 or 256 outputs x 32 to 256 rows. One producer warp brings stages of 64 inputs by TMA:
+activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or four
+consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of a stage are one 128-bit load
+(layout.py); it turns them into operand registers, exactly (q - zero), then one rounding by the
+scale, while the product of the stage before runs: two sets of operand registers alternate.
+
+Bytes a tile and stage: block_n 32 of codes, block_m 128 of activations. Bound by the tensor cores
+above some 128 rows, by the re-reading of activations from L2 below (hence 256 outputs a tile).
+
+Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
+equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
+that finishes last, so results do not depend on timing.
+
+Scales of another dtype than the activations are used as a sum of two (high and low part, one fma),
+so that a weight is still rounded once.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+
+from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
+from ridgeline.kernels.w4a16.tiles import MatmulConfig
+
+NIBBLES = 0x000F000F
+BASE = {"bf16": 0x43004300, "f16": 0x64006400}
+BASE_VALUE = {"bf16": 128.0, "f16": 1024.0}
+OFFSET_SYMMETRIC = {"bf16": 0x43084308, "f16": 0x64086408}
+SCALE_DTYPE = {**DTYPE, "f32": cutlass.Float32}
+M_GROUP = 8
+
+
+@cute.jit
+def row_scales(address, cfg: cutlass.Constexpr):
+    """Scales of the lane's rows g and g + 8, each a list of operand words (high, then low part)."""
+    kind = cfg.kind
+    if cutlass.const_expr(cfg.exact_scale):
+        pair = ptx.lds32(address)
+        return [[ptx.repeat_half(pair, False)], [ptx.repeat_half(pair, True)]]
+    if cutlass.const_expr(cfg.scale == "f32"):
+        values = ptx.lds64f(address)
+    else:
+        values = ptx.widen_pair(ptx.lds32(address), cfg.scale)
+    out = []
+    for value in values:
+        high = ptx.packed_twice(value, kind)
+        rest = value - ptx.widen_pair(high, kind)[0]
+        out.append([high, ptx.packed_twice(rest, kind)])
+    return out
+
+
+@cute.jit
+def decode_step(word, scales, offsets, kind: cutlass.Constexpr):
+    """The four operand registers of a word: rows g, g + 8, then the same rows 8 inputs on."""
+    out = []
+    for j in cutlass.range_constexpr(4):
+        shifted = word if j == 0 else ptx.shift_right(word, 4 * j)
+        exact = ptx.packed_sub(ptx.and_or(shifted, NIBBLES, BASE[kind]), offsets[j % 2], kind)
+        scale = scales[j % 2]
+        if cutlass.const_expr(len(scale) == 1):
+            out.append(ptx.packed_mul(exact, scale[0], kind))
+        else:
+            low = ptx.packed_mul(exact, scale[1], kind)
+            out.append(ptx.packed_fma(exact, scale[0], low, kind))
+    return out
+
+
+@cute.jit
+def segment(index, plan, first, share, cfg: cutlass.Constexpr):
+    """The index-th piece of this block's work: (tile, first step, end step, position after it).
+
+    Whole tiles of the waves come first; then the block's share [first, first + share) of the steps
+    of the remaining tiles, cut where a tile ends.
+    """
+    waves, steps, blocks, me = plan
+    tile = index * blocks + me
+    begin, end, after = Int32(0), steps, first
+    if index >= waves:
+        tile = waves * blocks + first // steps
+        begin = first % steps
+        end = cutlass.min(steps, begin + share)
+        after = first + (end - begin)
+    return tile, begin, end, after
+
+
+@cute.jit
+def tile_corner(tile, tiles_m, tiles_n, cfg: cutlass.Constexpr):
+    """(first row of activations, first output): rows fastest, in groups that share L2."""
+    group = tile // (M_GROUP * tiles_n)
+    in_group = tile % (M_GROUP * tiles_n)
+    rows = cutlass.min(M_GROUP, tiles_m - group * M_GROUP)
+    tile_m = group * M_GROUP + in_group % rows
+    return tile_m * cfg.block_m, (in_group // rows) * cfg.block_n
+
+
+@cute.jit
+def make_copies(tma, tensors, smem, cfg: cutlass.Constexpr):
+    """Partition activations, codes, scales and zero points (if any) into stages."""
+    tiles = (
+        (cfg.block_m, 64),
+        (cfg.block_n // 32, 256),
+        (cfg.block_n // 32, 32 * cfg.stage_groups),
+        (cfg.block_n // 32, 32 * cfg.stage_groups),
+    )
+    out = []
+    for i in cutlass.range_constexpr(len(tma)):
+        source = cute.local_tile(tensors[i], tiles[i], (None, None))
+        target, tiled = cpasync.tma_partition(
+            tma[i], 0, cute.make_layout(1), cute.group_modes(smem[i], 0, 2),
+            cute.group_modes(source, 0, 2),
+        )  # fmt: skip
+        out.append((tma[i], tiled, target))
+    if cutlass.const_expr(cfg.symmetric):
+        out.append(None)
+    return out
+
+
+@cute.jit
+def scale_column(step, cfg: cutlass.Constexpr):
+    """Which tile of scales the step (64 inputs) needs."""
+    if cutlass.const_expr(cfg.per_channel):
+        return Int32(0)
+    if cutlass.const_expr(cfg.packed_group <= 64):
+        return step
+    return step * 64 // cfg.packed_group
+
+
+@cute.jit
+def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
+    """Announce a stage's bytes and start its weights' copies."""
+    ptx.mbar_expect(full, cfg.act_bytes + cfg.stage_bytes, Int32(lane == 0))
+    cute.arch.sync_warp()
+    bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
+    atom, source, target = copies[1]
+    cute.copy(atom, source[None, row, step], target[None, stage], tma_bar_ptr=bar)
+    column = scale_column(step, cfg)
+    atom, source, target = copies[2]
+    cute.copy(atom, source[None, row, column], target[None, stage], tma_bar_ptr=bar)
+    if cutlass.const_expr(not cfg.symmetric):
+        atom, source, target = copies[3]
+        cute.copy(atom, source[None, row, column], target[None, stage], tma_bar_ptr=bar)
+
+
+@cute.jit
+def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
+    """The producer warp: one stage after the other of all the block's segments.
+
+    The weights of the first stages are asked for before the previous kernel of the stream has
+    ended; activations after it has.
+    """
+    plan, first_share, tiles_mn = work
+    first, share, count = first_share
+    early = Int32(0)
+    if count > 0:
+        tile, begin, end, _ = segment(Int32(0), plan, first, share, cfg)
+        _, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        early = cutlass.min(Int32(cfg.stages), 2 * (end - begin))
+        for i in cutlass.range(early, unroll=1):
+            load_weights(copies, out0 // cfg.block_n, 2 * begin + i, i, bars + i * 8, lane, cfg)
+    ptx.wait_previous_grid()
+    stage, parity = Int32(0), Int32(1)
+    at, left = first, share
+    for index in cutlass.range(count, unroll=1):
+        tile, begin, end, after = segment(index, plan, at, left, cfg)
+        left = left - (after - at)
+        at = after
+        row0, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        for step in cutlass.range(2 * begin, 2 * end, unroll=1):
+            full = bars + stage * 8
+            if early > 0:
+                early = early - 1
+            else:
+                ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
+                load_weights(copies, out0 // cfg.block_n, step, stage, full, lane, cfg)
+            atom, source, target = copies[0]
+            cute.copy(
+                atom,
+                source[None, row0 // cfg.block_m, step],
+                target[None, stage],
+                tma_bar_ptr=cute.make_ptr(
+                    cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8
+                ),
+            )
+            stage += 1
+            if stage == cfg.stages:
+                stage = Int32(0)
+                parity = parity ^ 1
+
+
+@cute.jit
+def load_operand(slot, place, rA, cfg: cutlass.Constexpr):
+    """Codes of a stage to operand registers rA (Int32, 16 a WGMMA row block)."""
+    wg, warp, lane = place
+    for mi in cutlass.range_constexpr(cfg.row_mmas):
+        # rows 64 (wg row_mmas + mi) + 16 warp: 32-output block, its half rt
+        block = (wg * cfg.row_mmas + mi) * 2 + warp // 2
+        rt = warp % 2
+        w = ptx.lds128(slot + block * 1024 + rt * 512 + lane * 16)
+        scale_at = slot + cfg.code_bytes + block * cfg.block_scale_bytes
+        scale_at = scale_at + (lane // 4) * (cfg.scale_row // 8) + rt * (cfg.scale_row // 16)
+        zero_at = slot + cfg.code_bytes + (cfg.block_n // 32) * cfg.block_scale_bytes
+        zero_at = zero_at + block * cfg.block_zero_bytes + (lane // 4) * 4 + rt * 2
+        scales, offsets = [], []
+        for s in cutlass.range_constexpr(cfg.stage_groups):
+            scales.append(row_scales(scale_at + s * cfg.scale_row, cfg))
+            offsets.append(load_offsets(zero_at + s * 32, rt, cfg))
+        for i in cutlass.range_constexpr(4):
+            s = (i // 2) if cfg.stage_groups == 2 else 0
+            registers = decode_step(w[i], scales[s], offsets[s], cfg.kind)
+            for j in cutlass.range_constexpr(4):
+                rA[mi * 16 + i * 4 + j] = registers[j]
+
+
+@cute.jit
+def load_offsets(zero_at, rt, cfg: cutlass.Constexpr):
+    """Zero points of rows g and g + 8 (two bytes of an aligned word)."""
+    if cutlass.const_expr(cfg.symmetric):
+        offset = ptx.constant(OFFSET_SYMMETRIC[cfg.kind])
+        return [offset, offset]
+    word = ptx.lds32(zero_at - rt * 2) >> (16 * rt)
+    return [
+        ptx.packed_twice(Float32((word >> (8 * j)) & 0xFF) + BASE_VALUE[cfg.kind], cfg.kind)
+        for j in range(2)
+    ]
+
+
+@cute.jit
+def multiply(mma, acc, tA, tB, stage, fresh, cfg: cutlass.Constexpr):
+    """Issue the products of one stage, as one group."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(4):
+        for mi in cutlass.range_constexpr(cfg.row_mmas):
+            if cutlass.const_expr(k == 0):
+                mma.set(warpgroup.Field.ACCUMULATE, fresh == 0)
+            else:
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            cute.gemm(mma, acc[mi], tA[mi][None, None, k], tB[None, None, k, stage], acc[mi])
+    warpgroup.commit_group()
+
+
+@cute.jit
+def share_out(acc, place, workspace, slot, cfg: cutlass.Constexpr):
+    """Leave a partial tile in the workspace."""
+    thread = place[0] * 128 + place[1] * 32 + place[2]
+    per_mma = cfg.block_m // 2
+    base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
+    for mi in cutlass.range_constexpr(cfg.row_mmas):
+        for j in cutlass.range_constexpr(per_mma // 4):
+            values = [acc[mi][4 * j + e] for e in range(4)]
+            ptx.stg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048), values)
+
+
+@cute.jit
+def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
+    """Sum of all parts of a tile in order of k; parts = (first block, how many)."""
+    block_first, num_parts = parts
+    thread = place[0] * 128 + place[1] * 32 + place[2]
+    per_mma = cfg.block_m // 2
+    for mi in cutlass.range_constexpr(cfg.row_mmas):
+        for i in cutlass.range_constexpr(per_mma):
+            acc[mi][i] = Float32(0.0)
+    for part in cutlass.range(num_parts, unroll=1):
+        slot = 2 * (block_first + part) + Int32(part == 0)
+        base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
+        for mi in cutlass.range_constexpr(cfg.row_mmas):
+            for j in cutlass.range_constexpr(per_mma // 4):
+                values = ptx.ldg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048))
+                for e in cutlass.range_constexpr(4):
+                    acc[mi][4 * j + e] = acc[mi][4 * j + e] + values[e]
+
+
+@cute.jit
+def wait_group_of(wg):
+    """All threads of one consumer warpgroup."""
+    cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+
+
+@cute.jit
+def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
+    """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store."""
+    bias, N = dst
+    atom, source, target, tile_smem = store
+    wg, warp, lane = place
+    row0, out0 = corner
+    has_bias = Int32(bias != 0)
+    issuer = warp == 0
+    if issuer:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    wait_group_of(wg)
+    for mi in cutlass.range_constexpr(cfg.row_mmas):
+        region = wg * cfg.row_mmas + mi
+        n = out0 + region * 64 + warp * 16 + lane // 4
+        low = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, has_bias & Int32(n < N))
+        high = ptx.load_narrow(bias + Int64(n + 8) * 2, cfg.kind, has_bias & Int32(n + 8 < N))
+        # matrix lane // 8: outputs 16 warp + 8 (matrix % 2), rows 8 (matrix // 2) of 16
+        at = tile_smem + region * (cfg.block_m * 128) + (lane % 8 + (lane // 16) * 8) * 128
+        at = at + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
+        for j in cutlass.range_constexpr(cfg.block_m // 16):
+            v = [acc[mi][8 * j + e] for e in range(8)]
+            packed = [
+                ptx.packed_pair(v[0] + low, v[1] + low, cfg.kind),
+                ptx.packed_pair(v[2] + high, v[3] + high, cfg.kind),
+                ptx.packed_pair(v[4] + low, v[5] + low, cfg.kind),
+                ptx.packed_pair(v[6] + high, v[7] + high, cfg.kind),
+            ]
+            ptx.stmatrix_x4_trans(at + j * 2048, packed)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    wait_group_of(wg)
+    if issuer:
+        for mi in cutlass.range_constexpr(cfg.row_mmas):
+            region = wg * cfg.row_mmas + mi
+            cute.copy(
+                atom, target[None, region], source[None, row0 // cfg.block_m, out0 // 64 + region]
+            )
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def share_start(block, total, blocks):
+    """First step of a block's share of the remaining tiles."""
+    return (block * total) // blocks
+
+
+@cute.jit
+def make_registers(mma, cfg: cutlass.Constexpr):
+    """Accumulators (as products want them, and flat) and two sets of operand registers."""
+    shape = mma.partition_shape_C((64, cfg.block_m))
+    acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(cfg.row_mmas)]
+    flat = [cute.make_tensor(a.iterator, cute.make_layout(cfg.block_m // 2)) for a in acc]
+    operand_shape = mma.partition_shape_A((64, 64))
+    operands, words = [], []
+    for _ in cutlass.range_constexpr(2):
+        both = cute.make_rmem_tensor((16 * cfg.row_mmas,), Int32)
+        words.append(both)
+        views = []
+        for mi in cutlass.range_constexpr(cfg.row_mmas):
+            part = cute.make_tensor(both.iterator + mi * 16, cute.make_layout(16))
+            narrow = cute.recast_tensor(part, DTYPE[cfg.kind])
+            views.append(cute.make_tensor(narrow.iterator, cute.make_layout(operand_shape)))
+        operands.append(views)
+    return acc, flat, words, operands
+
+
+@cute.jit
+def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr):
+    """Leave this block's part of a tile; if it is the last to arrive, take the sum: 1, else 0."""
+    plan, _, tiles_mn = work
+    waves, steps, blocks, me = plan
+    workspace, counters, flag = scratch
+    wg, warp, lane = place
+    total = (tiles_mn[0] * tiles_mn[1] - waves * blocks) * steps
+    start = (tile - waves * blocks) * steps
+    b0 = owner(start, total, blocks)
+    b1 = owner(start + steps - 1, total, blocks)
+    share_out(flat, place, workspace, 2 * me + Int32(span == 0), cfg)
+    wait_group_of(wg)
+    leader = Int32(warp * 32 + lane == 0)
+    counter = counters + Int64((tile - waves * blocks) * cfg.consumers + wg) * 4
+    old = ptx.arrive_counter(counter, b1 - b0, leader)
+    ptx.sts32(flag + wg * 4, old, leader)
+    wait_group_of(wg)
+    last = Int32(ptx.lds32(flag + wg * 4) == b1 - b0)
+    if last != 0:
+        gather_parts(flat, place, workspace, (b0, b1 - b0 + 1), cfg)
+    return last
+
+
+@cute.jit
+def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
+    """A consumer warpgroup: products of all the block's segments, then their tiles."""
+    plan, first_share, tiles_mn = work
+    steps = plan[1]
+    weights_smem, bars = smem
+    first, share, count = first_share
+    lane = place[2]
+    acc, flat, words, operands = make_registers(mma, cfg)
+    stage, parity = Int32(0), Int32(0)
+    at, left = first, share
+    for index in cutlass.range(count, unroll=1):
+        tile, begin, end, after = segment(index, plan, at, left, cfg)
+        left = left - (after - at)
+        at = after
+        before = Int32(0)
+        for step in cutlass.range(begin, end, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                ptx.mbar_wait(bars + stage * 8, parity)
+                load_operand(weights_smem + stage * cfg.slot_bytes, place, words[half], cfg)
+                fresh = Int32(0)
+                if cutlass.const_expr(half == 0):
+                    fresh = Int32(step == begin)
+                multiply(mma, acc, operands[half], tB, stage, fresh, cfg)
+                warpgroup.wait_group(1)
+                # Now the products of the stage before this one are done.
+                started = Int32(1)
+                if cutlass.const_expr(half == 0):
+                    started = Int32(step > begin)
+                ptx.mbar_arrive(bars + (cfg.stages + before) * 8, started & Int32(lane == 0))
+                before = stage
+                stage += 1
+                if stage == cfg.stages:
+                    stage = Int32(0)
+                    parity = parity ^ 1
+        warpgroup.wait_group(0)
+        ptx.mbar_arrive(bars + (cfg.stages + before) * 8, Int32(lane == 0))
+        complete = Int32(1)
+        if end - begin < steps:
+            complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
+        if complete != 0:
+            corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+            write_tile(flat, place, store, corner, dst, cfg)
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def owner(position, total, blocks):
+    """The block whose share of the remaining steps holds a position."""
+    block = (position * blocks) // total
+    while share_start(block + 1, total, blocks) <= position:
+        block = block + 1
+    while share_start(block, total, blocks) > position:
+        block = block - 1
+    return block
+
+
+@cute.jit
+def share_of_work(M, blocks_n, chunks, waves, cfg: cutlass.Constexpr):
+    """((waves, steps, blocks, me), (first step, steps, segments), (tiles along M, N))."""
+    me, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    steps = chunks // 2
+    tiles_m = (M + cfg.block_m - 1) // cfg.block_m
+    tiles_n = (blocks_n * 32 + cfg.block_n - 1) // cfg.block_n
+    total = (tiles_m * tiles_n - waves * blocks) * steps
+    first = share_start(me, total, blocks)
+    share = share_start(me + 1, total, blocks) - first
+    count = waves
+    if share > 0:
+        count = waves + (first + share - 1) // steps - first // steps + 1
+    return (waves, steps, blocks, me), (first, share, count), (tiles_m, tiles_n)
+
+
+@cute.kernel
+def matmul_kernel(
+    tma: tuple, tensors: tuple, layout_act: cute.ComposedLayout, pointers: tuple, sizes: tuple,
+    cfg: cutlass.Constexpr,
+):  # fmt: skip
+    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, workspace, counters);
+    sizes = (M, N, 32-output blocks, chunks of 64, whole waves)."""
+    bias, workspace, counters = pointers
+    M, N, blocks_n, chunks, waves = sizes
+    tid, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    lane = tid % 32
+    base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
+    bars = Int32(base.toint())
+    flag = bars + 2 * cfg.stages * 8
+    dtype = DTYPE[cfg.kind]
+    # [barriers | activations | output tile | weights], each part at a multiple of 1024 or 128
+    sA = cute.make_tensor(
+        cute.recast_ptr(base + 1024, layout_act.inner, dtype=dtype), layout_act.outer
+    )
+    tile_at = 1024 + cfg.stages * cfg.act_bytes
+    layout_out = cute.tile_to_shape(
+        warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype),
+        (cfg.block_m, 64, cfg.consumers * cfg.row_mmas),
+        order=(0, 1, 2),
+    )
+    sO = cute.make_tensor(
+        cute.recast_ptr(base + tile_at, layout_out.inner, dtype=dtype), layout_out.outer
+    )
+    weights_at = tile_at + cfg.block_m * cfg.block_n * 2
+    if tid == 0:
+        for i in cutlass.range_constexpr(cfg.stages):
+            ptx.mbar_init(bars + i * 8, 1)
+            ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4)
+        ptx.mbar_fence()
+    cute.arch.sync_threads()
+    ptx.launch_next_grid()
+
+    work = share_of_work(M, blocks_n, chunks, waves, cfg)
+    if warp >= cfg.consumers * 4:
+        cute.arch.setmaxregister_decrease(40)
+        if warp == cfg.consumers * 4:
+            rows = cfg.block_n // 32
+            smem = [sA]
+            offsets = (0, cfg.code_bytes, cfg.code_bytes + rows * cfg.block_scale_bytes)
+            widths = (256, 32 * cfg.stage_groups, 32 * cfg.stage_groups)
+            types = (cutlass.Int32, SCALE_DTYPE[cfg.scale], cutlass.Uint8)
+            for i in cutlass.range_constexpr(2 if cfg.symmetric else 3):
+                pitch = cfg.slot_bytes // (types[i].width // 8)
+                layout = cute.make_layout(
+                    (rows, widths[i], cfg.stages), stride=(widths[i], 1, pitch)
+                )
+                pointer = cute.recast_ptr(base + weights_at + offsets[i], dtype=types[i])
+                smem.append(cute.make_tensor(pointer, layout))
+            copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
+            produce(work, bars, copies, lane, cfg)
+    else:
+        cute.arch.setmaxregister_increase(cfg.consumer_registers)
+        ptx.wait_previous_grid()
+        op = warpgroup.MmaF16BF16Op(
+            dtype,
+            Float32,
+            (64, cfg.block_m, 16),
+            warpgroup.OperandSource.RMEM,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+        )
+        mma = cute.make_tiled_mma(cute.make_mma_atom(op))
+        tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sA))
+        gO = cute.local_tile(tensors[-1], (cfg.block_m, 64), (None, None))
+        target, source = cpasync.tma_partition(
+            tma[-1], 0, cute.make_layout(1), cute.group_modes(sO, 0, 2),
+            cute.group_modes(gO, 0, 2),
+        )  # fmt: skip
+        consume(
+            work, (bars + weights_at, bars), mma, tB,
+            (tma[-1], source, target, bars + tile_at), (bias, N),
+            (workspace, counters, flag), (warp // 4, warp % 4, lane), cfg,
+        )  # fmt: skip
+
+
+@cute.jit
+def launch_matmul(
+    act: cute.Tensor, words: cute.Tensor, scales: cute.Tensor, zeros: cute.Tensor,
+    out: cute.Tensor, bias: Int64, workspace: Int64, counters: Int64, waves: Int32,
+    blocks: Int32, stream, cfg: cutlass.Constexpr,
+):  # fmt: skip
+    """Launch on a stream. act [M, K], words int32 [N / 32, 4 K], scales and zeros [N / 32, 32 R],
+    out [M, N], all contiguous in their last dim; zeros is any such tensor where there are none."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, DTYPE[cfg.kind])
+    layout = cute.tile_to_shape(atom, (cfg.block_m, 64, cfg.stages), order=(0, 1, 2))
+    rows = cfg.block_n // 32
+    width = 32 * cfg.stage_groups
+    plain = cute.make_layout((rows, width), stride=(width, 1))
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    one = cute.slice_(layout, (None, None, 0))
+    parts = [
+        cpasync.make_tiled_tma_atom(load, act, one, (cfg.block_m, 64)),
+        cpasync.make_tiled_tma_atom(
+            load, words, cute.make_layout((rows, 256), stride=(256, 1)), (rows, 256)
+        ),
+        cpasync.make_tiled_tma_atom(load, scales, plain, (rows, width)),
+    ]
+    if cutlass.const_expr(not cfg.symmetric):
+        parts.append(cpasync.make_tiled_tma_atom(load, zeros, plain, (rows, width)))
+    layout_out = cute.tile_to_shape(atom, (cfg.block_m, 64), order=(0, 1))
+    store = cpasync.CopyBulkTensorTileS2GOp()
+    parts.append(cpasync.make_tiled_tma_atom(store, out, layout_out, (cfg.block_m, 64)))
+    matmul_kernel(
+        tuple(part[0] for part in parts),
+        tuple(part[1] for part in parts),
+        layout,
+        (bias, workspace, counters),
+        (act.shape[0], out.shape[1], words.shape[0], words.shape[1] // 256, waves),
+        cfg,
+    ).launch(
+        grid=(blocks, 1, 1),
+        block=((cfg.consumers + 1) * 128, 1, 1),
+        smem=cfg.smem_bytes,
+        stream=stream,
+        use_pdl=cfg.pdl,
+        min_blocks_per_mp=1,
+    )  # fmt: skip
+
+
+def trace(config: MatmulConfig, architecture: str):
+    """Compile for an architecture without a GPU; the result can be called or exported."""
+    dtype = DTYPE[config.kind]
+    return cute.compile(
+        launch_matmul,
+        fake_matrix(dtype, 8),
+        fake_matrix(cutlass.Int32, 256),
+        fake_matrix(SCALE_DTYPE[config.scale], 32),
+        fake_matrix(cutlass.Uint8, 32),
+        fake_matrix(dtype, 8),
+        *[Int64(0)] * 3,
+        *[Int32(1)] * 2,
+        make_fake_stream(),
+        config,
+        options=f"--enable-tvm-ffi --gpu-arch {architecture}",
+    )

@@ -1,0 +1,238 @@
+"""What the Hopper kernels are compiled for: their tiles, and what follows from them.
+
+A config is the whole compile key. Which config a layer gets is decided in config.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIND = {"bfloat16": "bf16", "float16": "f16"}
+SCALE_KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+SCALE_WIDTH = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """What the decode kernel is compiled for (its cache key)."""
+
+    kind: str
+    """Activations: "bf16" or "f16"."""
+    scale: str
+    """Stored scales: "bf16", "f16" or "f32"."""
+    symmetric: bool
+    packed_group: int
+    """32, 64, 128, 256, or 0 for one scale along K."""
+    nt: int
+    """Columns of 8 rows of activations: M <= 8 nt; 1, 2 or 4."""
+    warps: int
+    """Compute warps a block."""
+    stages: int
+    """Bulk copies in flight a warp."""
+    blocks_per_sm: int
+    smem_bytes: int
+    red_buffers: int = 2
+    reducers: int = 1
+    """Warps that add the compute warps' sums; tiles go to them in turn."""
+    pdl: bool = True
+    """Start before the previous kernel of the stream ends; wait for it before using activations."""
+    lean: bool = False
+    """Activations by TMA tiles of 8 nt rows (instead of a copy a row), copies issued by an elected
+    thread (instead of a predicated lane)."""
+
+    @property
+    def per_channel(self) -> bool:
+        return self.packed_group == 0
+
+    @property
+    def stage_k(self) -> int:
+        """Inputs a stage."""
+        return max(128, self.packed_group)
+
+    @property
+    def stage_chunks(self) -> int:
+        return self.stage_k // 64
+
+    @property
+    def flush_k(self) -> int:
+        """Inputs between two uses of the scale."""
+        return self.packed_group or 128
+
+    @property
+    def stage_flushes(self) -> int:
+        return self.stage_k // self.flush_k
+
+    @property
+    def stage_groups(self) -> int:
+        """Scale rows a stage brings."""
+        return 1 if self.per_channel else self.stage_flushes
+
+    @property
+    def code_bytes(self) -> int:
+        return self.stage_chunks * 1024
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of the scales of 32 outputs."""
+        return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.stage_groups * self.scale_row
+
+    @property
+    def zero_bytes(self) -> int:
+        return 0 if self.symmetric else self.stage_groups * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.code_bytes + self.scale_bytes + self.zero_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.stage_bytes // 128) * 128
+
+    @property
+    def sum_factor(self) -> float:
+        """What the sum of activations is kept times."""
+        if not self.symmetric:
+            return -1.0 if self.kind == "bf16" else -(2.0**-24)
+        return -136.0 if self.kind == "bf16" else -8.0 * 2.0**-24
+
+    @property
+    def unit_sum_bytes(self) -> int:
+        return self.stage_flushes * 8 * self.nt * 4
+
+    @property
+    def red_bytes(self) -> int:
+        """A buffer of partial sums."""
+        return self.warps * 2 * self.nt * 512
+
+    @property
+    def full_barriers(self) -> int:
+        """Barriers of finished tiles: each is waited on by one reducer, and none is used twice
+        before its buffer is."""
+        return self.reducers * -(-self.red_buffers // self.reducers)
+
+    def barrier_offsets(self) -> tuple[int, int, int, int]:
+        """Ring, full, empty, activations."""
+        full = self.warps * self.stages * 8
+        empty = full + self.full_barriers * 8
+        return 0, full, empty, empty + self.red_buffers * 8
+
+    @property
+    def ring_offset(self) -> int:
+        end = self.barrier_offsets()[3] + self.warps * 8
+        return -(-end // 128) * 128
+
+    @property
+    def red_offset(self) -> int:
+        return self.ring_offset + self.warps * self.stages * self.slot_bytes
+
+    @property
+    def dynamic_offset(self) -> int:
+        """Where group sums and activations start; TMA's swizzle wants a multiple of 1024."""
+        end = self.red_offset + self.red_buffers * self.red_bytes
+        return -(-end // 1024) * 1024 if self.lean else end
+
+    def act_pitch(self, max_units: int) -> int:
+        """Bytes between rows of a warp's activations: 16 extra against bank conflicts."""
+        return max_units * self.stage_k * 2 + 16
+
+    def needs_bytes(self, m: int, max_units: int) -> int:
+        """Shared memory for m rows where a warp has at most `max_units` stages of K."""
+        sums = self.warps * max_units * self.unit_sum_bytes
+        if self.lean:
+            chunks = self.warps * max_units * self.stage_chunks
+            return self.dynamic_offset + sums + chunks * self.act_chunk_bytes
+        return self.dynamic_offset + sums + self.warps * m * self.act_pitch(max_units)
+
+    @property
+    def act_chunk_bytes(self) -> int:
+        """64 inputs of 8 nt rows of activations (lean)."""
+        return 1024 * self.nt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulConfig:
+    """What the WGMMA kernel is compiled for (its cache key)."""
+
+    kind: str
+    """Activations: "bf16" or "f16"."""
+    scale: str
+    """Stored scales: "bf16", "f16" or "f32"."""
+    symmetric: bool
+    packed_group: int
+    """32, 64, 128, 256, or 0 for one scale along K."""
+    block_m: int
+    """Rows of activations a tile: 16, 32, 64, 128 or 256 (WGMMA's n)."""
+    consumers: int
+    """Warpgroups that multiply: 2 or 4."""
+    row_mmas: int
+    """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
+    stages: int
+    """Stages of 64 inputs in flight; even."""
+    pdl: bool = True
+
+    @property
+    def block_n(self) -> int:
+        """Outputs a tile."""
+        return 64 * self.consumers * self.row_mmas
+
+    @property
+    def per_channel(self) -> bool:
+        return self.packed_group == 0
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of 65,536 in all; the producer's group keeps 40 a thread."""
+        return 232 if self.consumers == 2 else 104
+
+    @property
+    def stage_groups(self) -> int:
+        """Scale rows a stage of 64 inputs needs."""
+        return 2 if self.packed_group == 32 else 1
+
+    @property
+    def exact_scale(self) -> bool:
+        """The stored scale is the operand's dtype; otherwise it is used as a sum of two."""
+        return self.kind == self.scale
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of the scales of 32 outputs."""
+        return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def act_bytes(self) -> int:
+        return self.block_m * 128
+
+    @property
+    def code_bytes(self) -> int:
+        return self.block_n * 32
+
+    @property
+    def block_scale_bytes(self) -> int:
+        """Scales of one 32-output block a stage."""
+        return self.stage_groups * self.scale_row
+
+    @property
+    def block_zero_bytes(self) -> int:
+        return 0 if self.symmetric else self.stage_groups * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        """Weight bytes of a full tile's stage: codes, scales, zeros."""
+        return self.code_bytes + (self.block_n // 32) * (
+            self.block_scale_bytes + self.block_zero_bytes
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.stage_bytes // 128) * 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """Barriers, activations, output tile, weights."""
+        tile = self.block_m * self.block_n * 2
+        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + tile

@@ -1,0 +1,218 @@
+"""The Hopper kernels: launches that fit the machine (CPU), values, exactness, repeats (GPU)."""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+from ridgeline.core.arch import pretend
+from ridgeline.kernels.w4a16 import config as configs
+from ridgeline.kernels.w4a16.problem import W4A16Problem
+
+from .test_layout import make
+
+SMEM_BYTES = 227 * 1024
+SMS = 132
+HAS_RUNTIME = importlib.util.find_spec("tvm_ffi") is not None
+
+# (dtype, scale dtype, group, asymmetric, act_order)
+TRAITS = [
+    ("bfloat16", "bfloat16", 128, False, False),
+    ("bfloat16", "float16", 128, True, True),
+    ("float16", "float16", 64, True, False),
+    ("float16", "float16", None, False, False),
+    ("bfloat16", "float16", 32, False, False),
+]
+
+
+def traits(group, symmetric=True, kind="bf16", scale="f16"):
+    return configs.Traits(kind=kind, scale=scale, symmetric=symmetric, packed_group=group)
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
+@pytest.mark.parametrize("scale", ["f16", "f32"])
+def test_decode_launches_fit(group, scale):
+    for n, k in itertools.product((32, 1024, 28672), (256, 4096, 14336, 53248)):
+        for m, invariant in itertools.product((1, 5, 8, 9, 16), (False, True)):
+            kind = traits(group, False, "f16", scale)
+            lean = m % 2 == 1
+            launch = configs.decode_launch(kind, m, n, k, SMS, invariant, lean)
+            config = launch.config
+            rows = 16 if invariant else m
+            assert config.needs_bytes(rows, launch.max_units) <= config.smem_bytes <= SMEM_BYTES
+            assert 8 * config.nt >= rows
+            assert launch.max_units * launch.splits * config.warps * config.stage_k >= k
+            assert 1 <= launch.blocks * launch.splits <= SMS
+            assert config.full_barriers % config.reducers == 0
+            assert config.full_barriers >= config.red_buffers
+            assert config.ring_offset % 128 == config.slot_bytes % 128 == 0
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
+def test_matmul_launches_fit_and_cover(group):
+    for n, k in itertools.product((32, 1056, 28672), (256, 4096, 14336)):
+        for m in (17, 32, 33, 64, 100, 128, 1000, 16384):
+            launch = configs.matmul_launch(traits(group, False, scale="f32"), m, n, k, SMS)
+            config = launch.config
+            tiles = -(-m // config.block_m) * -(-n // config.block_n)
+            rest = tiles - launch.waves * launch.blocks
+            assert config.smem_bytes <= SMEM_BYTES and config.stages % 2 == 0
+            assert 1 <= launch.blocks <= SMS and rest >= 0
+            # every block has a share of the rest, or none is needed
+            assert rest == 0 or rest * (k // 128) >= launch.blocks
+            assert rest * (k // 128) * launch.blocks < 2**31
+            assert (launch.workspace_floats > 0) == (rest > 0)
+
+
+def test_invariant_launch_ignores_rows():
+    found = {configs.decode_launch(traits(128), m, 4096, 4096, SMS, True) for m in range(1, 17)}
+    assert len(found) == 1
+
+
+def test_explain_gives_the_launch():
+    small = W4A16Problem(m=1, n=4096, k=4096, group_size=128)
+    large = W4A16Problem(m=512, n=4096, k=4096, group_size=128)
+    arch = pretend("sm90")
+    assert isinstance(configs.launch_for(small, arch), configs.DecodeLaunch)
+    assert isinstance(configs.launch_for(large, arch), configs.MatmulLaunch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
+def test_kernels_compile_without_a_gpu(cache):
+    from ridgeline.kernels.w4a16 import cute_library
+
+    decode = configs.decode_launch(traits(128), 1, 4096, 4096, SMS, False).config
+    matmul = configs.matmul_launch(traits(128), 512, 4096, 4096, SMS).config
+    for config in (decode, matmul):
+        assert cute_library.compile_kernel(config).stat().st_size > 10_000
+
+
+@functools.cache
+def on_gpu(dtype, scale, group, asymmetric, act_order, n, k, silu_mul=False):
+    """A weight on the GPU, what the implementation prepared of it, and its forward."""
+    from ridgeline.kernels.w4a16 import cute_sm90
+    from ridgeline.kernels.w4a16.prepared import Prepared
+
+    weight = make(
+        n, k, group, asymmetric=asymmetric, act_order=act_order, dtype=getattr(torch, scale)
+    )
+    moved = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
+    weight = type(weight)(
+        **{name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in moved.items()}
+    )
+    tensors = cute_sm90.prepare(weight, getattr(torch, dtype))
+    prepared = Prepared(
+        impl="cute_sm90",
+        n=n,
+        k=k,
+        bits=4,
+        group_size=weight.group_size,
+        dtype=getattr(torch, dtype),
+        symmetric=not asymmetric,
+        act_order=act_order,
+        silu_mul=silu_mul,
+        tensors=tensors,
+    )
+    return weight, prepared, cute_sm90.forward
+
+
+def check(out, act, weight, bias, dtype):
+    """max |out - exact| <= 2 max |same-dtype PyTorch - exact| + a floor."""
+    w64 = weight.dequantize(torch.float64)
+    exact = act.double() @ w64.T + (bias.double() if bias is not None else 0)
+    plain = torch.nn.functional.linear(act, w64.to(dtype), bias).double()
+    limit = 2 * (plain - exact).abs().max() + 1e-3 * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= limit
+
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (HAS_RUNTIME and torch.cuda.is_available()), reason="needs a Hopper GPU and tvm_ffi"
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", TRAITS)
+class TestOnHopper:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("m", [1, 7, 8, 13, 16, 17, 33, 100, 257])
+    @pytest.mark.parametrize(("n", "k"), [(64, 256), (1000, 2056), (1544, 4096)])
+    def test_values_and_repeats(self, kind, m, n, k):
+        weight, prepared, forward = on_gpu(*kind, n, k)
+        act = torch.randn(m, k, device="cuda").to(prepared.dtype)
+        bias = torch.randn(n, device="cuda").to(prepared.dtype)
+        out = forward(act, prepared, bias)
+        check(out, act, weight, bias, prepared.dtype)
+        assert torch.equal(out, forward(act, prepared, bias))
+
+    @pytest.mark.parametrize("m", [1, 16, 40, 130])
+    def test_one_hot_returns_the_weight(self, kind, m):
+        n, k = 520, 1096
+        weight, prepared, forward = on_gpu(*kind, n, k)
+        picked = torch.randint(0, k, (m,))
+        picked[-1] = k - 1
+        hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
+        hot[torch.arange(m), picked] = 1
+        want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
+        assert torch.equal(forward(hot, prepared, None), want)
+
+    @pytest.mark.parametrize("lean", [False, True])
+    @pytest.mark.parametrize("m", [1, 8, 11, 16])
+    def test_both_ways_of_copying(self, kind, m, lean):
+        from ridgeline.kernels.w4a16 import cute_sm90
+        from ridgeline.kernels.w4a16.layout import from_tensors, gather_inputs
+
+        n, k = 1000, 2056
+        weight, prepared, _ = on_gpu(*kind, n, k)
+        packed = from_tensors(prepared.tensors, n=n, k=k)
+        kinds = configs.traits_of(packed, prepared.dtype)
+        launch = configs.decode_launch(kinds, m, packed.n_padded, packed.k_padded, SMS, False, lean)
+        act = torch.randn(m, k, device="cuda").to(prepared.dtype)
+        hot = torch.zeros_like(act)
+        picked = torch.randint(0, k, (m,), device="cuda")
+        hot[torch.arange(m), picked] = 1
+        outs = []
+        for inputs in (act, hot):
+            out = torch.full((m, n), float("nan"), device="cuda", dtype=act.dtype)
+            slots = cute_sm90.aligned_rows(gather_inputs(inputs, packed))
+            cute_sm90.decode(slots, packed, None, out, prepared.tensors[5], launch=launch)
+            outs.append(out)
+        check(outs[0], act, weight, None, prepared.dtype)
+        assert torch.equal(outs[1], weight.dequantize(prepared.dtype)[:, picked].T)
+
+    def test_batch_invariant(self, kind):
+        _, prepared, forward = on_gpu(*kind, 512, 2048)
+        act = torch.randn(40, 2048, device="cuda").to(prepared.dtype)
+        whole = forward(act, prepared, None, batch_invariant=True)
+        for row in (0, 15, 16, 39):
+            one = forward(act[row : row + 1], prepared, None, batch_invariant=True)
+            assert torch.equal(whole[row : row + 1], one)
+        some = forward(act[3:12], prepared, None, batch_invariant=True)
+        assert torch.equal(whole[3:12], some)
+
+    def test_strided_rows_and_graph(self, kind):
+        weight, prepared, forward = on_gpu(*kind, 256, 512)
+        wide = torch.randn(5, 1024, device="cuda").to(prepared.dtype)
+        check(forward(wide[:, 512:], prepared, None), wide[:, 512:], weight, None, prepared.dtype)
+        check(forward(wide[:, 3:515], prepared, None), wide[:, 3:515], weight, None, prepared.dtype)
+        act = torch.randn(4, 512, device="cuda").to(prepared.dtype)
+        eager = forward(act, prepared, None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = forward(act, prepared, None)
+        graph.replay()
+        assert torch.equal(captured, eager)
+
+    def test_silu_mul(self, kind):
+        weight, prepared, forward = on_gpu(*kind, 256, 512, silu_mul=True)
+        act = torch.randn(3, 512, device="cuda").to(prepared.dtype) / 16
+        gate, up = (act.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+        out = forward(act, prepared, None)
+        assert (out.double() - want).abs().max() <= 2e-2 * want.abs().max() + 1e-4
