@@ -73,7 +73,6 @@ def test_python_examples_run(page):
             [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
 
 
 def test_the_tables_are_up_to_date():

@@ -86,7 +86,7 @@ def _packed_bytes_per_token(opened: OpenModel) -> int:
     """The same with the quantized linears as they are packed, the rest at 16 bits."""
     linears = [linear for _, linear in quantized_linears(opened.model)]
     wide = sum(2 * linear.in_features * linear.out_features for linear in linears)
-    return _wide_bytes_per_token(opened) - wide + sum(each.bytes_per_token for each in linears)
+    return _wide_bytes_per_token(opened) - wide + sum(each.weight_bytes() for each in linears)
 
 
 def say(result: Result) -> str:

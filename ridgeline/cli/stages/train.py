@@ -42,7 +42,7 @@ def run(context: Context) -> Result:
         train(_config(context, folder / "uninterrupted"), stop_at_step=stop + beyond)
     )
     losses = [*interrupted.losses, *resumed.losses]
-    again = reference.losses[stop:]
+    again = list(reference.losses[stop:])
     rows = [row for row in read_rows(folder / "run") if "tokens_per_s" in row]
     shape = load_config(folder / "run" / "model")
     return {
