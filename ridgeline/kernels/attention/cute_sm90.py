@@ -10,6 +10,8 @@ cute_sm90_config.py. Compiled code is kept in the user cache (cute/library.py).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 import tvm_ffi
@@ -45,9 +47,7 @@ def forward(
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
     problem = problem_of(q, k, v, options, extras)
-    arch = _arch(q.device.index)
-    traits, config = forward_traits(problem), forward_config(problem, arch)
-    kernel = library.kernel(traits, config)
+    kernel, section, num_units = _plan(problem, q.device.index)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (*q.shape[0:3:2], q.shape[1])
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
@@ -68,8 +68,8 @@ def forward(
             options.softcap,
             left,
             right,
-            heads_per_section(problem, arch),
-            arch.num_units,
+            section,
+            num_units,
         )
     return out, lse
 
@@ -127,6 +127,22 @@ def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
     if last == 1 and fits and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
+    """Compile what these problems need into the user cache, on any machine; returns the files."""
+    return [
+        library.compile_kernel(forward_traits(problem), forward_config(problem, arch))
+        for problem in problems
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], int, int]:
+    """(kernel, heads of a section, SMs): what a call needs beside its tensors, once a shape."""
+    arch = _arch(device)
+    kernel = library.kernel(forward_traits(problem), forward_config(problem, arch))
+    return kernel, heads_per_section(problem, arch), arch.num_units
 
 
 @functools.cache

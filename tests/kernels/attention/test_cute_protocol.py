@@ -248,3 +248,22 @@ def test_a_warpgroup_sees_all_that_its_rows_see(wgs, block, lengths, window) -> 
             high = lengths[1] - 1 if right is None else min(lengths[1] - 1, i + shift + right)
             if low <= high:
                 assert own.begin <= low // block and high // block < own.end
+
+
+def test_the_model_notices_a_missing_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: Simulation, wg: int, t: int, first: int, count: int, at: int) -> Step:
+        for i in range(count):
+            yield from self.use(self.v, at + i, (t, first - i))
+
+    monkeypatch.setattr(Simulation, "pass_values", forget)
+    sim = Simulation(3, 128, [5, 4, 3], (1152, 1152), (None, 0), turns=False, reuse=False)
+    with pytest.raises(AssertionError, match="locked up"):
+        sim.run(0)
+
+
+def test_the_model_notices_a_read_of_the_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimRing, "is_empty", lambda self, position: True)
+    sim = Simulation(2, 128, [3, 2, 1, 0], (512, 512), (None, 0), turns=False, reuse=False)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            sim.run(seed)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 from dataclasses import replace
 
 import pytest
 
+from ridgeline.core import registry
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_config as cfg
+from ridgeline.kernels.attention import impls  # noqa: F401  registers
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 H200 = KNOWN["sm90"]
@@ -99,3 +103,28 @@ def test_sections_fill_l2_but_not_more() -> None:
     assert section == 2 ** (section.bit_length() - 1)
     assert section * head_bytes <= H200.l2_bytes < 4 * section * head_bytes
     assert cfg.heads_per_section(replace(causal, causal=False), H200) == 1
+
+
+def _pretend_packages(monkeypatch: pytest.MonkeyPatch, present: tuple[str, ...]) -> None:
+    real = importlib.util.find_spec
+
+    def find(name: str, *rest: object) -> object:
+        if name in ("cutlass", "tvm_ffi"):
+            return importlib.machinery.ModuleSpec(name, None) if name in present else None
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
+def test_hopper_takes_it_where_the_dsl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_packages(monkeypatch, ("cutlass", "tvm_ffi"))
+    assert registry.select(BASE, H200).name == "cute_sm90"
+    assert registry.select(replace(BASE, direction="bwd"), H200).name != "cute_sm90"
+    assert registry.select(BASE, KNOWN["sm80"]).name != "cute_sm90"
+    assert registry.select(replace(BASE, dtype="float32"), H200).name != "cute_sm90"
+
+
+def test_without_the_dsl_it_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_packages(monkeypatch, ("tvm_ffi",))
+    refusals = registry.explain(BASE, H200).refusals
+    assert "needs the package cutlass" in (refusals["cute_sm90"] or "")

@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import cutlass.cute as cute
 import tvm_ffi
 from cutlass import Float32, Int32
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream, make_fake_tensor
 
 from ridgeline.core import env
@@ -122,13 +124,20 @@ def _build(traits: ForwardTraits, config: ForwardConfig, target: Path) -> None:
 def trace(traits: ForwardTraits, config: ForwardConfig, cubin_dir: Path | None = None) -> Any:
     """Compile for sm_90a without a GPU; the result can be exported, the cubin kept in a folder."""
     keep = f" --keep-cubin --dump-dir {cubin_dir}" if cubin_dir else ""
+    with warnings.catch_warnings():
+        # Long unrolled loops are meant: registers can be indexed by constants only.
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        return _compile(traits, config, f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}{keep}")
+
+
+def _compile(traits: ForwardTraits, config: ForwardConfig, options: str) -> Any:
     scalars = (Float32(1), Float32(1), Int32(0), Int32(0), Int32(1), Int32(1))
     return cute.compile(
         Forward(traits, config),
         *_fake_tensors(traits),
         *scalars,
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}{keep}",
+        options=options,
     )
 
 

@@ -75,8 +75,8 @@ class Products:
             Float32,
             (ROWS, self.config.block_k, 16),
             warpgroup.OperandSource.SMEM,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
         )
         return cute.make_tiled_mma(cute.make_mma_atom(op))
 
@@ -87,8 +87,8 @@ class Products:
             Float32,
             (ROWS, self.traits.head_dim_v, 16),
             warpgroup.OperandSource.RMEM,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.MN,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.MN,
         )
         return cute.make_tiled_mma(cute.make_mma_atom(op))
 
