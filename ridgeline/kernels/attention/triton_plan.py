@@ -167,8 +167,9 @@ class Inputs:
 
 def inputs_of(q, k, v, options: AttentionOptions, extras: AttentionExtras) -> Inputs:
     """Normalize the tensors of a validated call."""
-    packed_q, packed_k = extras.cu_seqlens_q is not None, extras.cu_seqlens_k is not None
     paged = extras.page_ids_BU is not None
+    packed_q = extras.cu_seqlens_q is not None
+    packed_k = extras.cu_seqlens_k is not None and not paged
     batch = extras.cu_seqlens_q.shape[0] - 1 if packed_q else q.shape[0]
     if paged:
         seqlen_k = extras.page_ids_BU.shape[1] * k.shape[1]
