@@ -40,7 +40,7 @@ def inputs(dim, mask, seqlen=4096, page=0, dtype=torch.bfloat16, extras=None, he
     kv = torch.empty(8, page, heads, dim, dtype=dtype) if page else torch.empty_like(q)
     given = dict(extras or {})
     if page:
-        given["page_ids_BU"] = torch.zeros(1, 8, dtype=torch.int32)
+        given["page_ids_BU"] = torch.zeros(1, 8192 // page, dtype=torch.int32)
         given["seqused_k"] = torch.zeros(1, dtype=torch.int32)
     options = AttentionOptions(
         softmax_scale=0.1, causal=mask != "full", window_left=1023 if mask == "window" else None
