@@ -174,17 +174,18 @@ def _fallback(problem: AttentionProblem, arch: Arch, kernel: str) -> TileConfig:
     for rows, cols, warps, stages in (
         (128, 64, 8, 2),
         (64, 64, 4, 2),
-        (64, 32, 4, 2),
+        (64, 32, 8, 2),
+        (64, 32, 8, 1),
         (64, 32, 4, 1),
-        (32, 32, 2, 1),
-        (16, 32, 1, 1),
-        (16, 16, 1, 1),
+        (32, 32, 4, 1),
+        (32, 16, 4, 1),
+        (16, 16, 2, 1),
     ):
         m, n = (cols, rows) if kernel == "dkdv" else (rows, cols)
         tile = _tile(m, n, warps, stages)
         if is_valid(problem, arch, kernel, tile) is None:
             return tile
-    return _tile(16, 16, 1, 1)
+    return _tile(16, 16, 2, 1)
 
 
 def _is_hopper_table(problem: AttentionProblem, arch: Arch) -> bool:

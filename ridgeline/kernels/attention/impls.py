@@ -10,9 +10,12 @@ from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
 from ridgeline.kernels.attention import cute_sm90_config
+from ridgeline.kernels.attention.config import attention_config
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 _MODULE = "ridgeline.kernels.attention"
+_LARGEST_GRID = 65535
+"""Blocks of a CUDA grid in y and z."""
 _WIDE = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -31,6 +34,10 @@ def _cpu_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 
 def _triton_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if problem.mods:
+        return "no score_mod or mask_mod"
+    if problem.batch > _LARGEST_GRID or problem.heads > _LARGEST_GRID:
+        return f"batch and heads up to {_LARGEST_GRID}"
     for name in ("head_dim", "head_dim_v"):
         dim = getattr(problem, name)
         if not 16 <= dim <= 256 or dim % 8:
@@ -107,6 +114,7 @@ register(
         priority=300,
         module=f"{_MODULE}.triton",
         needs=("triton",),
+        config=attention_config,
         summary="FlashAttention-2 in Triton, Ampere and later",
     )
 )

@@ -3,9 +3,9 @@
     forward(q, k, v, options, extras) -> (out, lse_ln)
     backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
 
-Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (fp32
-inputs: as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype before the products
-they enter. Every sum has a fixed order, so results and gradients are bitwise repeatable.
+Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (of fp32
+inputs as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype
+before the products they enter. Every sum has a fixed order: results are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ridgeline.kernels.attention.triton_plan import (
 
 
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
-    """Attention forward -> (out like q with v's head dim, lse_ln fp32). See the module's docstring."""
+    """Attention forward -> (out, lse_ln fp32). See the module's docstring."""
     x = inputs_of(q, k, v, options, extras)
     problem, arch = problem_of(x, "fwd"), arch_of(q.device)
     out, lse = forward_outputs(x)

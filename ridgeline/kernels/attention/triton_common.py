@@ -1,7 +1,7 @@
-"""What the Triton attention kernels share: arguments, where a sequence lies, scores, masks, dropout.
+"""What the Triton attention kernels share: arguments, places, scores, masks, dropout.
 
-Legend (device code): i and j are the query and key index inside a sequence; m and n are tile starts;
-S and T are the lengths in force (used lengths where given); shift = T - S is the bottom-right
+Legend (device code): i and j are the query and key index inside a sequence; m and n are tile
+starts; S and T are the lengths in force (used lengths where given); T - S is the bottom-right
 diagonal; `_log2` is a score times log2(e), so that exp2 is the only exponential.
 
 `Call` holds what varies from call to call (pointers, sizes, scalars); `Variant` holds what is
@@ -23,7 +23,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Call(NamedTuple):
-    """Runtime arguments that every kernel takes; a pointer that is None is an option that is off."""
+    """Runtime arguments of every kernel; a pointer that is None is an option that is off."""
 
     cu_q: Any
     cu_k: Any
@@ -87,7 +87,7 @@ class Variant:
 
 @triton.jit
 def sequence(c, b):
-    """Where sequence b lies: (row of q, start in it, stored and used length; the same of k; pad)."""
+    """Where sequence b lies: row of q, start, stored and used length; row of k, start, T, pad."""
     row_q, start_q = b.to(tl.int64), tl.cast(0, tl.int64)
     S = tl.cast(c.seqlen_q, tl.int32)
     if c.cu_q is not None:

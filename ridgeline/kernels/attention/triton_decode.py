@@ -2,10 +2,11 @@
 
     O = sum_s w_s O_s / sum_s w_s ; w_s = exp2(LSE_s - m) ; m = max_s LSE_s
 
-The query heads that share a key/value head, times the queries, are the rows of one tile, so each key
-and value is read once. The keys of a sequence are cut into `num_splits` ranges of whole tiles, by its
-own length (the first range carries the sink); a program takes a range and writes a normalized partial O and its log-sum-exp in fp32,
-`attention_merge` joins them. With one split the result is written directly.
+The query heads that share a key/value head, times the queries, are the rows of one tile, so each
+key and value is read once. The keys of a sequence are cut into `num_splits` ranges of whole tiles,
+by its own length (the first range carries the sink). A program takes a range and writes a
+normalized partial O and its log-sum-exp in fp32; `attention_merge` joins them. With one split the
+result is written directly.
 
 Bytes: every key and value once; bound by memory. Source: Flash-Decoding (Dao et al., 2023); packing
 the heads of a group into rows is FlashAttention-3's PackGQA.
@@ -36,8 +37,8 @@ def attention_split(
 ):
     """Grid (splits, kv heads x row tiles, batch); *_x are (pointer, strides, flat strides).
 
-    o_x is (pointer, (batch, row, head, split) strides), lse_x (pointer, the same of the log-sum-exp):
-    partial sums in log2 units, or with one split the results.
+    o_x is (pointer, (batch, row, head, split) strides), lse_x the same of the log-sum-exp: partial
+    results in log2 units, or with one split the results.
     """
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_DV: tl.constexpr = v.block_dv
@@ -77,20 +78,21 @@ def attention_split(
             sink = tl.load(c.sinks + h_m, mask=exists, other=float("-inf")) * LOG2E
             m = tl.where(split == 0, sink, m)
             total += tl.where(split == 0, 1.0, 0.0)
-        # fmt: off
-        place = (b, h_m[:, None], S, T, pad, b.to(tl.int64), b.to(tl.int64))
+        at = (b, h_m[:, None], S, T, pad, b.to(tl.int64), b.to(tl.int64))
         span = (i_m, full_first, full_end)
         if v.left or c.pad_k is not None:
             for n in tl.range(begin, full_first, v.block_n, num_stages=v.num_stages):
                 acc, total, m = attention_step(
-                    (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, place, span, n, 1, c, v)
+                    (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 1, c, v
+                )
         for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
             acc, total, m = attention_step(
-                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, place, span, n, 0, c, v)
+                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 0, c, v
+            )
         for n in tl.range(full_end, stop, v.block_n, num_stages=1):
             acc, total, m = attention_step(
-                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, place, span, n, 1, c, v)
-        # fmt: on
+                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 1, c, v
+            )
         empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
         total = tl.where(empty, 1.0, total)
         lse = tl.where(empty, float("-inf"), m + tl.log2(total))
@@ -122,7 +124,7 @@ def attention_merge(
     DIM: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Grid (rows, heads, batch): joins the splits of one query and head, always in the same order."""
+    """Grid (rows, heads, batch): joins the splits of one query and head, in a fixed order."""
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = b.to(tl.int64)
     splits, cols = tl.arange(0, SPLITS), tl.arange(0, COLS)

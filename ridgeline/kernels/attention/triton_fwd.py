@@ -1,11 +1,12 @@
 """Attention forward: one program a query tile, online softmax over key tiles.
 
-    m' = max(m, rowmax(S)) ; P = exp2(S - m') ; l = l e + rowsum(P) ; acc = acc e + P V ; e = exp2(m - m')
+    m' = max(m, rowmax(S)) ; e = exp2(m - m') ; P = exp2(S - m') ; l = l e + rowsum(P)
+    acc = acc e + P V ; O = acc / l
 
-The division by l comes once, at the end. Key tiles that the mask excludes are never loaded, and tiles
-that it leaves whole are not masked. Bytes a step: a K and a V tile, shared through L2 by the programs
-of a head; bound by matrix units and exp2 (at head dim 64 by exp2). Ampere and later; on Hopper tiles
-come through tensor descriptors (TMA) and products are wgmma.
+The division comes once, at the end. Key tiles that the mask excludes are never loaded, and tiles
+that it leaves whole are not masked. Bytes a step: a K and a V tile, shared through L2 by the
+programs of a head; bound by matrix units and exp2 (at head dim 64 by exp2). Ampere and later; on
+Hopper tiles come through tensor descriptors (TMA) and products are wgmma.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; the mask as a uniform branch of one
 software-pipelined loop, in place of three loops, is our own.
@@ -47,8 +48,8 @@ def load_keys(
     """A tile of K or V. x is (pointer, strides, flat strides), place (base, row, start,
     head, pages).
 
-    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN. Paged
-    tiles come by TMA where a tile never leaves its page.
+    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN.
+    Paged tiles come by TMA where a tile never leaves its page.
     """
     base, row, start, head, pages = place
     if c.pages is not None and v.tma and not MASKED:

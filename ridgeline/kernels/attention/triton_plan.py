@@ -1,4 +1,4 @@
-"""From a call to kernel launches: arguments, compile keys and grids of the Triton attention kernels.
+"""From a call to kernel launches: arguments and compile keys of the Triton attention kernels.
 
 A `Launch` is a kernel with its grid, arguments and compile options: what runs on a GPU is also what
 the tests compile ahead of time without one (`compile_for`).
@@ -47,7 +47,7 @@ class Launch:
 
 
 def compile_for(launch: Launch, capability: int = 90):
-    """Compile a launch's kernel for a GPU that need not be here; returns Triton's compiled kernel."""
+    """Compile a launch's kernel for a GPU that need not be here (Triton's compiled kernel)."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     kernel = launch.kernel
@@ -67,7 +67,7 @@ def arch_of(device: torch.device) -> Arch:
 
 
 def batched(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """[B, S, H, D] of a dense, packed or paged tensor, last dim contiguous, rows near each other."""
+    """[B, S, H, D] of a dense, packed or paged tensor, last dim contiguous, rows not far apart."""
     x = x.unsqueeze(0) if packed else x
     if x.stride(-1) != 1 or x.stride(1) > _LARGEST_ROW_STRIDE:
         x = x.contiguous()
@@ -80,8 +80,10 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def flat_strides(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """How a [B, S, H, D] tensor lies in a matrix whose rows are one query or key: (rows a batch, rows
-    a head, columns a head); None where it does not, or TMA cannot read it."""
+    """How a [B, S, H, D] tensor lies in a matrix with one query or key a row.
+
+    Returns (rows a batch, rows a head, columns a head), or None where TMA cannot read it so.
+    """
     batch, row, head = strides_of(x)
     size, dim = x.element_size(), x.shape[-1]
     if x.numel() == 0 or row <= 0 or dim != max(16, next_power_of_2(dim)):
@@ -167,8 +169,9 @@ class Inputs:
 
 def inputs_of(q, k, v, options: AttentionOptions, extras: AttentionExtras) -> Inputs:
     """Normalize the tensors of a validated call."""
-    packed_q, packed_k = extras.cu_seqlens_q is not None, extras.cu_seqlens_k is not None
     paged = extras.page_ids_BU is not None
+    packed_q = extras.cu_seqlens_q is not None
+    packed_k = extras.cu_seqlens_k is not None and not paged
     batch = extras.cu_seqlens_q.shape[0] - 1 if packed_q else q.shape[0]
     if paged:
         seqlen_k = extras.page_ids_BU.shape[1] * k.shape[1]

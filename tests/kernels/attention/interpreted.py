@@ -1,0 +1,134 @@
+"""Run by test_triton.py in a process of its own: the Triton interpreter is chosen before import.
+
+    TRITON_INTERPRET=1 python -m tests.kernels.attention.interpreted
+
+Prints a JSON line {"test", "error"} for each case, forward and backward, with small tiles so that
+every loop and edge is met; error is None or the message. An interpreted tile takes milliseconds:
+two heads, one sequence and some 40 tokens are what a test can bear.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from ridgeline.kernels.attention import config
+from ridgeline.kernels.attention import triton as kernels
+
+from . import cases
+
+
+def patch_bf16_dot() -> None:
+    """Triton 3.6's interpreter holds bf16 as raw 16-bit words and multiplies those in tl.dot."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, acc, precision, imprecise):
+        return dot(self, widened(a), widened(b), acc, precision, imprecise)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def small_tiles(tma: bool, branch: bool) -> None:
+    """Tiles of 16 x 32, so that 37 keys are two and a bit."""
+    one = partial(config.TileConfig, num_warps=1, num_stages=1, tma=tma, branch=branch)
+    kernels.forward_tile = lambda problem, arch: one(block_m=16, block_n=32)
+    both = config.BackwardConfig(dkdv=one(block_m=32, block_n=16), dq=one(block_m=16, block_n=32))
+    kernels.backward_config = lambda problem, arch: both
+
+
+def without_decode(on: bool) -> None:
+    """Few queries would otherwise all take the split-KV kernel."""
+    kernels.takes_decode = (lambda problem: False) if on else config.takes_decode
+
+
+def report(name: str, run) -> None:
+    torch.manual_seed(0)
+    try:
+        run()
+        error = None
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"[:2000]
+    print(json.dumps({"test": name, "error": error}), flush=True)
+
+
+def few(case, **more):
+    """The case with two heads that share a key/value head, and one sequence where one will do."""
+    batch = 1 if case.layout == "dense" and case.alibi != "batch" and not case.bias else 3
+    kind = dict(heads=2, kv_heads=1, batch=min(batch, case.batch), dim=16, dim_v=24)
+    return replace(case, **{**kind, **more})
+
+
+def grid():
+    """Each option on one ragged size, each layout with the most options, the sizes without any."""
+    for name, options in cases.OPTIONS.items():
+        yield few(cases.Case(name=name, seqlen_q=19, seqlen_k=37, **options))
+    for layout in ("varlen", "seqused", "leftpad", "varlen_paged"):
+        options = cases.OPTIONS["sinks-window" if layout == "varlen" else "causal"]
+        case = cases.Case(name=layout, layout=layout, seqlen_q=19, seqlen_k=37, **options)
+        yield few(case)
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (1, 1), (37, 19)):
+        name = f"causal-{seqlen_q}x{seqlen_k}"
+        yield few(cases.Case(name=name, causal=True, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # the interpreter's exp2 and log2 warn of infinities
+    patch_bf16_dot()
+    small_tiles(tma=False, branch=False)
+    without_decode(True)
+    for case in grid():
+        both(case)
+    both(few(cases.Case(name="bf16", causal=True, seqlen_q=33, seqlen_k=40, dtype="bfloat16")))
+    even = dict(seqlen_q=32, seqlen_k=64, dim=32, dim_v=32, batch=1, dtype="float16")
+    for name, branch, more in (
+        ("full", False, {}),
+        ("window", False, dict(causal=True, window=(20, None))),
+        ("window", True, dict(causal=True, window=(20, None))),
+        ("varlen", False, dict(causal=True, layout="varlen", batch=3, seqlen_q=20)),
+        ("ragged", True, dict(causal=True, seqlen_q=37, seqlen_k=40)),
+        ("transposed", True, dict(causal=True, strides="transposed")),
+    ):
+        small_tiles(tma=True, branch=branch)
+        case = cases.Case(name=f"tma-{name}-{branch}", **{**even, **more})
+        both(replace(case, heads=2, kv_heads=1))
+    without_decode(False)
+    decode = dict(seqlen_q=2, seqlen_k=67, causal=True)
+    for layout in ("dense", "seqused", "leftpad", "batch_idx", "paged", "varlen_paged"):
+        case = cases.Case(name=layout, layout=layout, sinks=True, **decode)
+        report(f"decode {layout}", partial(split_case, few(case), 3))
+    for name in ("plain", "window", "alibi-batch", "bias-batch", "softcap"):
+        case = cases.Case(name=name, **{**decode, **cases.OPTIONS[name]})
+        report(f"decode {name}", partial(split_case, few(case), 0))
+
+
+def both(case) -> None:
+    report(f"fwd {case.name}", partial(cases.check_forward, "triton", case))
+    if not case.forward_only:
+        report(f"bwd {case.name}", partial(cases.check_backward, "triton", case))
+
+
+def split_case(case, num_splits: int) -> None:
+    """Decode with a number of splits (0: the kernel's own choice)."""
+    a = replace(cases.build(case).arguments, num_splits=num_splits)
+    out, lse = kernels.forward(a.q, a.k, a.v, a.options(), a.extras())
+    exact, baseline = cases.expected(case, True), cases.expected(case, False)
+    cases.assert_within_rule("out", out, exact["out"], baseline["out"], a.q.dtype)
+    cases.assert_within_rule("lse", lse, exact["lse"], baseline["lse"], torch.float32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
