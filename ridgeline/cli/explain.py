@@ -96,7 +96,15 @@ def _config_dict(config: Any) -> Any:
 def _config_text(config: Any) -> str:
     if not isinstance(config, dict):
         return "left to the implementation" if config is None else str(config)
-    return ", ".join(f"{name} {value}" for name, value in config.items())
+    parts = []
+    for name, value in config.items():
+        if isinstance(value, dict):
+            parts.append(f"{name} ({_config_text(value)})")
+        elif value is True:
+            parts.append(name)
+        elif value not in (False, None):
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
 
 
 def _problem_text(problem: dict[str, Any]) -> str:

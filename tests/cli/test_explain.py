@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -40,6 +41,17 @@ def test_attention_equals_the_registry(capsys):
     assert said["floor_us"] == floor(problem.cost(), arch.ceilings, "bfloat16").us
     assert said["ridge"] == ridge(arch.ceilings, "bfloat16")
     assert said["bound"] == "compute"
+
+
+def test_the_tile_is_the_configs(capsys):
+    said = _json(capsys, f"{PREFILL} --impl triton")
+    problem = AttentionProblem(**said["problem"])
+    config = registry.explain(problem, pretend("sm90"), "triton").config
+    assert config is not None and said["config"] == asdict(config)
+    assert cli.main(["explain", *f"{PREFILL} --impl triton".split()]) == 0
+    assert (
+        f"tile       block_m {config.block_m}, block_n {config.block_n}" in capsys.readouterr().out
+    )
 
 
 def test_w4a16_equals_the_registry(capsys):
