@@ -31,7 +31,7 @@ from ridgeline.core.arch import KNOWN
 from ridgeline.core.roofline import floor
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cute_sm90 as ours
-from ridgeline.kernels.w4a16.config import DECODE_ROWS, LEAN, decode_launch, traits_of
+from ridgeline.kernels.w4a16.config import DECODE_ROWS, decode_launch, prefers_lean, traits_of
 from ridgeline.kernels.w4a16.layout import PackedW4, from_tensors, pack, unpack
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.kernels.w4a16.problem import W4A16Problem
@@ -139,7 +139,7 @@ class Ours:
         return [call(layer) for layer in self.layers[:count]]
 
     def decode_calls(self, act: torch.Tensor, count: int, lean: bool) -> list:
-        """The decode kernel with one or the other way of copying (config.LEAN)."""
+        """The decode kernel with one or the other way of copying (config.prefers_lean)."""
 
         def call(layer):
             packed = from_tensors(layer.tensors, n=layer.n, k=layer.k)
@@ -307,8 +307,9 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
         if args.invariant and m <= 64:
             wanted["ridgeline cute_sm90 batch-invariant"] = mine.calls(act, count, True)
         if args.both and m <= DECODE_ROWS:
-            other = "row copies" if LEAN else "lean"
-            wanted[f"ridgeline cute_sm90 {other}"] = mine.decode_calls(act, count, not LEAN)
+            lean = not prefers_lean(m, n, k)
+            other = "lean" if lean else "row copies"
+            wanted[f"ridgeline cute_sm90 {other}"] = mine.decode_calls(act, count, lean)
         wanted["ridgeline cute_sm90"] = mine.calls(act, count, False)
         wanted["cublas bf16"] = [lambda w=w, act=act: act @ w for w in wide]
         if vllm is not None:

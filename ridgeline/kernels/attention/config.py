@@ -139,23 +139,22 @@ _FORWARD_SM90: dict[tuple[int, str], TileConfig] = {
 
 _BACKWARD_SM90: dict[tuple[int, str], BackwardConfig] = {
     (64, "full"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True)
+        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(64, 64, 4, 2, tma=True)
     ),
     (64, "causal"): BackwardConfig(
         dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
     ),
     (64, "window"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
+        dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
     ),
     (128, "full"): BackwardConfig(
         dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True)
     ),
     (128, "causal"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
+        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
     ),
     (128, "window"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 2, tma=True, branch=True),
-        dq=_tile(64, 64, 4, 2, tma=True, branch=True),
+        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
     ),
     (256, "full"): BackwardConfig(
         dkdv=_tile(32, 64, 8, 2, tma=True), dq=_tile(64, 32, 8, 2, tma=True)
@@ -235,14 +234,20 @@ def takes_decode(problem: AttentionProblem) -> bool:
 
 
 def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
-    """The split-KV kernel's tile: small, several blocks a multiprocessor, loads far ahead."""
+    """The split-KV kernel's tile: small, several blocks a multiprocessor, loads far ahead.
+
+    First choices by measurement (H200, 2026-11-29, benchmarks/results/h200/attention.jsonl): long
+    tiles where keys are contiguous, a deeper ring of short ones where pages are gathered.
+    """
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
     block_m = min(MAX_DECODE_ROWS, max(16, next_power_of_2(rows)))
     hopper = _is_hopper_table(problem, arch)
-    for block_n, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
+    measured = ((128, 2) if problem.page_size is None else (64, 5),) if hopper else ()
+    for block_n, stages in (*measured, (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         tma = hopper and (problem.page_size is None or problem.page_size % block_n == 0)
         tile = _tile(block_m, block_n, 4, stages, tma=tma)
-        if smem_bytes(problem, "fwd", tile) <= arch.smem_bytes // 2:
+        room = arch.smem_bytes if (block_n, stages) in measured else arch.smem_bytes // 2
+        if smem_bytes(problem, "fwd", tile) <= room:
             return tile
     return _tile(block_m, 16, 4, 1)
 

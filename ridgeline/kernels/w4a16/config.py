@@ -104,8 +104,6 @@ _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
 _SMALL_LAYER_BYTES = 12e6
-LEAN = False
-"""How the decode kernel brings activations and issues copies (DecodeConfig.lean)."""
 _SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024}
 _STREAM_BYTES_PER_CYCLE = 18.0
 """An SM's share of the bandwidth of an H200's memory at 1.75 GHz."""
@@ -114,9 +112,18 @@ _SPLIT_TILE_CYCLES = 4500
 """Latency of handing a tile's sums to another block, a reducer."""
 
 
+def prefers_lean(rows: int, n: int, k: int) -> bool:
+    """Whether the decode kernel brings activations by TMA (DecodeConfig.lean) or row by row.
+
+    One H200, 2026-11-29, microseconds lean / by rows: (8192, 28672) 33.5 / 31.9 at one row, 32.9 /
+    34.7 at 8, 39.9 / 42.0 at 16; (4096, 4096) 5.1 / 6.1 at 8 rows, lean first at every count.
+    """
+    return rows > 4 or n * k / 2 < _SMALL_LAYER_BYTES
+
+
 @functools.cache
 def decode_launch(
-    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool, lean: bool = LEAN
+    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool, lean: bool | None = None
 ) -> DecodeLaunch:
     """Kernel and grid for m <= 16 rows of a layer with padded n and k.
 
@@ -124,6 +131,7 @@ def decode_launch(
     splits' latency finds fastest. With `invariant` nothing depends on m.
     """
     rows = DECODE_ROWS if invariant else m
+    lean = prefers_lean(rows, n, k) if lean is None else lean
     few = _DECODE_SMALL if n * k / 2 < _SMALL_LAYER_BYTES else _DECODE_FEW
     tile = few if rows <= 8 else _DECODE_MORE
     found = []
