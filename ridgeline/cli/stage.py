@@ -34,15 +34,15 @@ class QuickstartConfig:
     """Stages to run again although their results are kept; "all" for every one."""
     device: str = "auto"
     """cpu, cuda, or auto: the GPU where there is one."""
-    windows: int = 8
+    windows: int = 6
     """Windows of 1,024 tokens that each perplexity is measured on, at least 1."""
-    calibration_sequences: int = 32
+    calibration_sequences: int = 24
     """Sequences of 512 tokens that GPTQ is calibrated on, at least 1."""
-    train_steps: int = 60
+    train_steps: int = 40
     """Optimizer steps of the training stage, at least 8."""
     max_new_tokens: int = 64
     """Tokens of the generated answer at the most, at least 1."""
-    prompt: str = "Why is the sky blue?"
+    prompt: str = "What is the capital of France, and what is it known for?"
     """What the 4-bit model is asked."""
 
     def __post_init__(self) -> None:

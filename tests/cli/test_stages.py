@@ -132,7 +132,7 @@ def test_kernels_stand_under_their_floors(results):
 def test_the_answer_is_the_models(results):
     said = results["generate"]
     assert said["weights"] == "gptq 4-bit group 32" and 1 <= said["new_tokens"] <= 4
-    assert said["dtype"] == "bfloat16" and said["prompt"] == "Why is the sky blue?"
+    assert said["dtype"] == "bfloat16" and said["prompt"].startswith("What is the capital")
 
 
 def test_the_report_shows_the_data(results):
