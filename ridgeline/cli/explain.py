@@ -36,6 +36,7 @@ def explain(config: Query) -> Result:
                 "name": impl.name,
                 "priority": impl.priority,
                 "refusal": decision.refusals[impl.name],
+                "missing": registry.missing_packages(impl),
                 "summary": impl.summary,
             }
             for impl in registry.impls(problem.op)
@@ -78,15 +79,20 @@ def show(result: Result) -> str:
                 (
                     impl["name"],
                     str(impl["priority"]),
-                    "chosen"
-                    if impl["name"] == result["chosen"]
-                    else impl["refusal"] and f"refuses: {impl['refusal']}" or "would accept",
+                    _verdict(impl, result["chosen"]),
                 )
                 for impl in result["impls"]
             ],
         ),
     ]
     return "\n".join(lines)
+
+
+def _verdict(impl: dict[str, Any], chosen: str) -> str:
+    if impl["refusal"]:
+        return f"refuses: {impl['refusal']}"
+    lacks = f" (needs {', '.join(impl['missing'])}, not installed here)" if impl["missing"] else ""
+    return ("chosen" if impl["name"] == chosen else "would accept") + lacks
 
 
 def _config_dict(config: Any) -> Any:

@@ -62,6 +62,8 @@ class Arch:
     memory_bytes: int
     """Main memory of the device."""
     ceilings: Ceilings
+    pretended: bool = False
+    """True where no such device is asked for work: what is installed here says nothing about it."""
 
     @property
     def is_gpu(self) -> bool:
@@ -174,7 +176,7 @@ def pretend(name: str) -> Arch:
         raise bad_value(
             "arch", "name", f"be one of {', '.join(KNOWN)}", repr(name), "use one of these"
         )
-    return KNOWN[name]
+    return replace(KNOWN[name], pretended=True)
 
 
 def detect(device: torch.device | str = "cpu") -> Arch:

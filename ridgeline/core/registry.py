@@ -115,16 +115,21 @@ def refusal(impl: Impl, problem: Any, arch: Arch) -> str | None:
         return f"written for {', '.join(impl.archs)}, not {arch.name}"
     if problem.dtype not in impl.dtypes:
         return f"takes {', '.join(impl.dtypes)}, not {problem.dtype}"
-    for package in impl.needs:
-        if importlib.util.find_spec(package) is None:
-            return f"needs the package {package}, which is not installed"
+    if not arch.pretended and (missing := missing_packages(impl)):
+        return f"needs the package {missing[0]}, which is not installed"
     return impl.refuses(problem, arch)
+
+
+def missing_packages(impl: Impl) -> list[str]:
+    """What an implementation stands on and this machine lacks."""
+    return [package for package in impl.needs if importlib.util.find_spec(package) is None]
 
 
 def select(problem: Any, arch: Arch, impl: str | None = None) -> Impl:
     """Choose the implementation for a problem; pure, works with a pretended arch.
 
-    impl: a name, or None / "auto" for the environment's choice, then the highest priority.
+    impl: a name, or None / "auto" for the environment's choice, then the highest priority. For a
+    pretended arch the packages that this machine lacks do not count.
     Raises: ValueError for an unknown name; NotImplementedError, listing every refusal, when
     nothing accepts or the one asked for refuses.
     """

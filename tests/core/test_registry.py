@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -43,17 +43,22 @@ def toy(monkeypatch):
     registry.register(_impl("missing", 30, ("any",), needs=("no_such_package",)))
 
 
+def at_hand(name):
+    """As if a device of that family were here."""
+    return replace(arch.pretend(name), pretended=False)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "chosen"),
     [("cpu", 8, "ref"), ("sm80", 8, "triton"), ("sm90", 8, "cute"), ("sm90", 65, "triton"),
      ("sm100", 8, "triton")],
 )  # fmt: skip
 def test_the_highest_priority_that_accepts_wins(toy, name, size, chosen):
-    assert registry.select(Toy(size), arch.pretend(name)).name == chosen
+    assert registry.select(Toy(size), at_hand(name)).name == chosen
 
 
 def test_argument_beats_environment_beats_priority(toy, monkeypatch):
-    h200 = arch.pretend("sm90")
+    h200 = at_hand("sm90")
     monkeypatch.setenv("RIDGELINE_IMPL_TOY", "triton")
     assert registry.explain(Toy(8), h200).reason == "environment"
     assert registry.select(Toy(8), h200).name == "triton"
@@ -65,7 +70,7 @@ def test_argument_beats_environment_beats_priority(toy, monkeypatch):
 
 def test_failure_lists_every_refusal(toy):
     with pytest.raises(NotImplementedError) as caught:
-        registry.select(Toy(8, dtype="int8"), arch.pretend("cpu"))
+        registry.select(Toy(8, dtype="int8"), at_hand("cpu"))
     text = str(caught.value)
     assert "no implementation accepts this problem on cpu" in text
     for part in (
@@ -75,11 +80,11 @@ def test_failure_lists_every_refusal(toy):
     ):
         assert part in text
     with pytest.raises(NotImplementedError, match="implementation cute refuses.*size over 64"):
-        registry.select(Toy(65), arch.pretend("sm90"), impl="cute")
+        registry.select(Toy(65), at_hand("sm90"), impl="cute")
     with pytest.raises(ValueError, match="impl must be one of .*got 'cut'"):
-        registry.select(Toy(8), arch.pretend("sm90"), impl="cut")
+        registry.select(Toy(8), at_hand("sm90"), impl="cut")
     with pytest.raises(NotImplementedError, match="needs the package no_such_package"):
-        registry.select(Toy(8), arch.pretend("sm90"), impl="missing")
+        registry.select(Toy(8), at_hand("sm90"), impl="missing")
 
 
 def test_explain_gives_cost_and_floor(toy):
@@ -94,7 +99,7 @@ def test_explain_gives_cost_and_floor(toy):
 
 
 def test_fallback_warns_once(toy):
-    h200 = arch.pretend("sm90")
+    h200 = at_hand("sm90")
     slow = registry.select(Toy(65), h200)
     with pytest.warns(RuntimeWarning, match="slower implementation triton on sm90"):
         registry.warn_fallback(slow, h200, "size over 64")
@@ -104,3 +109,8 @@ def test_fallback_warns_once(toy):
 def test_registering_twice_is_our_bug(toy):
     with pytest.raises(AssertionError, match="registered twice"):
         registry.register(_impl("ref", 1, ("any",)))
+
+
+def test_a_pretended_device_is_not_judged_by_what_is_installed_here(toy):
+    assert registry.select(Toy(8), arch.pretend("sm90")).name == "missing"
+    assert registry.missing_packages(registry.impls("toy")[0]) == ["no_such_package"]
