@@ -31,9 +31,10 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
     Raises: UserError when the disk refuses (full, read-only); nothing is left behind then.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(fd)
+    with _told_as_user_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(fd)
     temporary = Path(name)
     try:
         yield temporary
@@ -64,8 +65,9 @@ def atomic_dir(path: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not overwrite:
         raise UserError(f"write: {path} exists already; choose another folder or pass --overwrite")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    with _told_as_user_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     aside = temporary.with_suffix(".old")
     try:
         yield temporary
@@ -79,12 +81,20 @@ def atomic_dir(path: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
         os.replace(temporary, path)
         _fsync_dir(path.parent)
     except OSError as error:
-        if aside.exists() and not path.exists():
-            os.replace(aside, path)
         raise UserError(f"write: could not write {path}: {error.strerror or error}") from error
     finally:
+        if aside.exists() and not path.exists():  # stopped between the two renames, however
+            os.replace(aside, path)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told_as_user_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"write: could not write {path}: {error.strerror or error}") from error
 
 
 def _umask() -> int:

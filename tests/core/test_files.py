@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -61,3 +62,31 @@ def test_full_disk_in_a_folder_keeps_the_old_folder(tmp_path):
 def test_permissions_follow_the_umask(tmp_path):
     files.atomic_write_text(tmp_path / "a.txt", "x")
     assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o666 & ~files._umask()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_stop_between_the_two_renames_brings_the_old_folder_back(tmp_path, monkeypatch, stop):
+    target = tmp_path / "model"
+    with files.atomic_dir(target) as temporary:
+        (temporary / "x").write_text("1")
+    rename, calls = os.replace, []
+
+    def second_fails(source, destination):
+        calls.append(source)
+        if len(calls) == 2:
+            raise stop
+        rename(source, destination)
+
+    monkeypatch.setattr(files.os, "replace", second_fails)
+    with pytest.raises(stop), files.atomic_dir(target, overwrite=True) as temporary:
+        (temporary / "x").write_text("2")
+    assert (target / "x").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_place_that_cannot_hold_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for writer in (files.atomic_path, files.atomic_dir):
+        with pytest.raises(UserError, match="could not write .*Not a directory"):
+            with writer(tmp_path / "file" / "below" / "x"):
+                pass

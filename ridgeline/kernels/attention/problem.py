@@ -84,36 +84,49 @@ class AttentionProblem:
     def op(self) -> str:
         return "attention"
 
+    def _seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and last key that each query row of a sequence sees (last < first: none)."""
+        shift = self.seqlen_k - self.seqlen_q
+        query = np.arange(self.seqlen_q, dtype=np.int64) + shift
+        right = self.window_right
+        if self.causal:
+            right = 0 if right is None else min(0, right)
+        last = np.full_like(query, self.seqlen_k - 1)
+        if right is not None:
+            last = np.minimum(last, query + right)
+        left = self.window_left
+        first = np.zeros_like(query) if left is None else np.maximum(0, query - left)
+        return first, last
+
     def num_pairs(self) -> int:
         """Query-key pairs of one head and sequence that the mask leaves."""
-        shift = self.seqlen_k - self.seqlen_q
-        query = np.arange(self.seqlen_q, dtype=np.int64)
-        right = 0 if self.causal else self.window_right
-        if self.causal and self.window_right is not None:
-            right = min(0, self.window_right)
-        last = self.seqlen_k - 1
-        high = (
-            np.full_like(query, last) if right is None else np.minimum(last, query + shift + right)
-        )
-        left = self.window_left
-        low = np.zeros_like(query) if left is None else np.maximum(0, query + shift - left)
-        return int(np.maximum(0, high - low + 1).sum())
+        first, last = self._seen()
+        return int(np.maximum(0, last - first + 1).sum())
+
+    def num_keys(self) -> int:
+        """Keys of one head and sequence that any row sees: only these must be read."""
+        first, last = self._seen()
+        rows = last >= first
+        return int(last[rows].max() - first[rows].min() + 1) if rows.any() else 0
 
     def cost(self) -> Cost:
-        """FLOPs on what the mask leaves (4 a pair and dim forward, x 2.5 backward) and least bytes.
+        """FLOPs on what the mask leaves and the least bytes.
 
+        Forward: two products, 2 (D + D_v) a pair; backward: five, 2 (3 D + 2 D_v), which is the
+        customary 2.5 times the forward where D_v = D.
         Source of the counting: FlashAttention-2 paper, section 4.1 (causal counted exactly here).
         """
         rows = self.seqlen_q
-        dims = self.head_dim + self.head_dim_v
-        flops = 2.0 * self.batch * self.heads * self.num_pairs() * dims
+        pairs = float(self.batch * self.heads * self.num_pairs())
         size = itemsize_bytes(self.dtype)
         q = self.batch * self.heads * rows * self.head_dim
         o = self.batch * self.heads * rows * self.head_dim_v
-        kv = self.batch * self.kv_heads * self.seqlen_k * (self.head_dim + self.head_dim_v)
+        kv = self.batch * self.kv_heads * self.num_keys() * (self.head_dim + self.head_dim_v)
         lse = 4.0 * self.batch * self.heads * rows
         if self.direction == "bwd":
-            return Cost(flops=2.5 * flops, bytes=size * (2.0 * q + 2.0 * o + 2.0 * kv) + lse)
+            flops = 2.0 * pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+            return Cost(flops=flops, bytes=size * (2.0 * q + 2.0 * o + 2.0 * kv) + lse)
+        flops = 2.0 * pairs * (self.head_dim + self.head_dim_v)
         return Cost(flops=flops, bytes=size * float(q + o + kv) + lse)
 
 
