@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
-# A machine without an NVIDIA GPU gets a CPU build of PyTorch; one with a GPU the newest build in our range.
+# A machine without an NVIDIA GPU gets the PyTorch of constraints/cpu.txt; one with a GPU any of our range.
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 ifeq ($(filter-out 0,$(GPU)),)
 CONSTRAINTS := -c constraints/cpu.txt
@@ -13,6 +13,8 @@ else
 CONSTRAINTS := -c constraints/gpu.txt
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) $(PIP_ARGS)
+# The tests of Triton kernels need Triton, which a CPU build of PyTorch does not bring.
+TRITON := triton==3.6.0
 # One worker a core: the tests keep PyTorch to one thread each.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -34,6 +36,8 @@ $(VENV)/.package: $(BIN)/python pyproject.toml constraints/cpu.txt constraints/g
 $(VENV)/.dev: $(VENV)/.package
 	@echo "installing what the tests need"
 	@$(PIP) -e '.[dev]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON) || \
+		echo "no Triton for this platform: its tests are skipped"
 	@touch $@
 
 env: $(VENV)/.package
