@@ -1,0 +1,271 @@
+"""The Hopper forward (cute_sm90) beside FlashAttention-3, cuDNN and FlashAttention-2, on one GPU.
+
+    ridgeline warmup attention --arch sm90      # or let the first call of a cell compile
+    python benchmarks/kernels/attention/bench_attention_hopper.py --results benchmarks/results/h200
+
+FLOPs: 2 (D + D_v) a query-key pair that the mask leaves, forward. bf16, 16k tokens, hidden 2048.
+Correctness first: a cell whose error exceeds the numerics rule is not timed. The implementations
+take turns, several calls back to back each time; the ceiling of the rows is a bf16 matmul of
+8192^3 measured in the same process. FlashAttention-3 is asked for by the path of a library that
+registers torch.ops._vllm_fa3_C (`--fa3`); without it that peer is left out. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import pathlib
+import subprocess
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ridgeline.kernels.attention import cute_sm90, ref
+from ridgeline.kernels.attention.problem import (
+    AttentionExtras,
+    AttentionOptions,
+    AttentionProblem,
+)
+
+TOKENS, HIDDEN, WINDOW = 16384, 2048, 1024
+LENGTHS = (8192, 3000, 1500, 900, 700, 500, 400, 300, 200, 150, 120, 100, 90, 80, 70, 82)
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: a dense problem, or a packed one where lengths are given."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    window: int | None = None
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def left(self) -> int | None:
+        return None if self.window is None else self.window - 1
+
+    def flops(self) -> float:
+        if self.lengths is None:
+            return self._problem(self.batch, self.seqlen_q, self.seqlen_k).cost().flops
+        return sum(self._problem(1, n, n).cost().flops for n in self.lengths)
+
+    def _problem(self, batch: int, seqlen_q: int, seqlen_k: int) -> AttentionProblem:
+        return AttentionProblem(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            causal=self.causal,
+            window_left=self.left,
+        )
+
+    def shape(self) -> dict:
+        names = "batch seqlen_q seqlen_k heads kv_heads head_dim head_dim_v causal window".split()
+        shape = {name: getattr(self, name) for name in names}
+        return {**shape, "lengths": self.lengths, "page_size": None, "deterministic": None}
+
+
+def cells() -> list[Cell]:
+    """The grid of record: dense lengths, windows, grouped heads, (192, 128), packed, few queries."""
+    found = [
+        Cell(TOKENS // n, n, n, HIDDEN // d, HIDDEN // d, d, d, causal)
+        for d in (64, 128, 256)
+        for n in (16384, 4096, 1024)
+        for causal in (False, True)
+    ]
+    found += [
+        Cell(1, TOKENS, TOKENS, HIDDEN // d, HIDDEN // d, d, d, True, window=WINDOW)
+        for d in (64, 128)
+    ]
+    found.append(Cell(2, 8192, 8192, 32, 8, 128, 128, True))
+    found.append(Cell(2, 8192, 8192, 16, 16, 192, 128, True))
+    found.append(
+        Cell(len(LENGTHS), max(LENGTHS), max(LENGTHS), 16, 16, 128, 128, True, lengths=LENGTHS)
+    )
+    found.append(Cell(4, 512, TOKENS, 16, 16, 128, 128, True))
+    return found
+
+
+def inputs(cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionExtras]:
+    """q, k, v and the packing."""
+
+    def make(tokens: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (cell.batch, tokens, heads, dim) if cell.lengths is None else (tokens, heads, dim)
+        return torch.randn(*shape, device="cuda").bfloat16()
+
+    if cell.lengths is None:
+        rows, keys, extras = cell.seqlen_q, cell.seqlen_k, AttentionExtras()
+    else:
+        rows = keys = sum(cell.lengths)
+        starts = torch.tensor([0, *cell.lengths], device="cuda").cumsum(0).int()
+        extras = AttentionExtras(
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=max(cell.lengths),
+            max_seqlen_k=max(cell.lengths),
+        )
+    q = make(rows, cell.heads, cell.head_dim)
+    k = make(keys, cell.kv_heads, cell.head_dim)
+    return q, k, make(keys, cell.kv_heads, cell.head_dim_v), extras
+
+
+def error_ratio(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """max |ours - fp32| over max |same formula in bf16 - fp32|, last 512 rows of one head."""
+    rows = min(512, cell.seqlen_q)
+    part = (q[:1, -rows:, :1].contiguous(), k[:1, :, :1].contiguous(), v[:1, :, :1].contiguous())
+    options = options_of(cell)
+    out, _ = cute_sm90.forward(*part, options, AttentionExtras())
+    exact, _ = ref.attention_ref(*part, options, AttentionExtras())
+    same, _ = ref.attention_ref(*part, options, AttentionExtras(), torch.bfloat16)
+    floor = (same.float() - exact).abs().max()
+    return float((out.float() - exact).abs().max() / floor)
+
+
+def options_of(cell: Cell) -> AttentionOptions:
+    return AttentionOptions(
+        softmax_scale=cell.head_dim**-0.5, causal=cell.causal, window_left=cell.left
+    )
+
+
+def calls(cell: Cell, fa3: bool) -> dict[str, Call]:
+    """name -> call of ours and of every peer that takes the cell."""
+    q, k, v, extras = inputs(cell)
+    options = options_of(cell)
+    found: dict[str, Call] = {"cute_sm90": lambda: cute_sm90.forward(q, k, v, options, extras)[0]}
+    if fa3:
+        found["fa3 vllm 0.33.0"] = _fa3(cell, q, k, v, extras)
+    if cell.lengths is None and cell.window is None and cell.seqlen_q == cell.seqlen_k:
+        cudnn = torch.backends.cudnn.version()
+        version = f"{cudnn // 10000}.{cudnn // 100 % 100}"
+        found[f"cudnn {version}"] = _sdpa(SDPBackend.CUDNN_ATTENTION, cell, q, k, v)
+        if cell.head_dim == cell.head_dim_v:
+            name = f"flashattention-2 (torch {torch.__version__.split('+')[0]} sdpa)"
+            found[name] = _sdpa(SDPBackend.FLASH_ATTENTION, cell, q, k, v)
+    return found
+
+
+def _sdpa(backend: SDPBackend, cell: Cell, *qkv: torch.Tensor) -> Call:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    gqa = cell.heads != cell.kv_heads
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=gqa)
+
+    return run
+
+
+def _fa3(cell: Cell, q, k, v, extras: AttentionExtras) -> Call:
+    """FlashAttention-3 as vLLM builds it: packed only, so dense calls are packed without a copy."""
+    if cell.lengths is None:
+        steps = torch.arange(cell.batch + 1, device="cuda", dtype=torch.int32)
+        starts = steps * cell.seqlen_q, steps * cell.seqlen_k
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    else:
+        starts = extras.cu_seqlens_q, extras.cu_seqlens_k
+    window = (-1, -1) if cell.left is None else (cell.left, 0)
+    lengths = (cell.seqlen_q, cell.seqlen_k)
+    head = (q, k, v, None, None, None, None, *starts, None, None, None, *lengths, None)
+    middle = (None,) * 8
+    tail = (0.0, True, None, 1, None, 0, None, 1, 0, None)
+    scale = cell.head_dim**-0.5
+    fwd = torch.ops._vllm_fa3_C.fwd
+    return lambda: fwd(*head, *middle, scale, cell.causal, *window, *tail)[0]
+
+
+def measure(runs: dict[str, Call], rounds: int = 7, target_ms: float = 9.0) -> dict[str, list]:
+    """Sorted microseconds a call; each round every run has its turn of several calls."""
+    counts, times = {}, {name: [] for name in runs}
+    for name, run in runs.items():
+        run()
+        counts[name] = max(2, math.ceil(target_ms * 1e3 / _elapsed_us(run, 2)))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            times[name].append(_elapsed_us(run, counts[name]))
+    return {name: sorted(found) for name, found in times.items()}
+
+
+def _elapsed_us(run: Call, count: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / count
+
+
+def matmul_tflops(n: int = 8192) -> float:
+    """The ceiling of this card in this process."""
+    a, b = (torch.randn(n, n, device="cuda").bfloat16() for _ in range(2))
+    times = measure({"matmul": lambda: a @ b}, rounds=5, target_ms=30)["matmul"]
+    return 2.0 * n**3 / times[len(times) // 2] / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, required=True)
+    parser.add_argument("--fa3", type=pathlib.Path, help="library of vLLM's FlashAttention-3")
+    args = parser.parse_args()
+    if args.fa3:
+        torch.ops.load_library(str(args.fa3))
+    args.results.mkdir(parents=True, exist_ok=True)
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    common = {
+        "op": "attention",
+        "run": uuid.uuid4().hex[:12],
+        "gpu": "h200" if "H200" in torch.cuda.get_device_name() else torch.cuda.get_device_name(),
+        "direction": "fwd",
+        "dtype": "bfloat16",
+        "ceiling": round(matmul_tflops(), 1),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "date": datetime.date.today().isoformat(),
+    }
+    count = 0
+    for cell in cells():
+        error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
+        assert error is None or error <= 2.0, (cell, error)
+        times = measure(calls(cell, args.fa3 is not None))
+        with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
+            for impl, us in times.items():
+                row = row_of(cell, us, common["ceiling"])
+                own = {"error": round(error, 3)} if error and impl == "cute_sm90" else {}
+                row = {**common, "impl": impl, "shape": cell.shape(), **row, **own}
+                out.write(json.dumps(row) + "\n")
+                count += 1
+                print(cell.shape(), impl, row["tflops"], own.get("error", ""), flush=True)
+    print(json.dumps({"op": "attention", "run": common["run"], "rows": count}))
+
+
+def row_of(cell: Cell, us: list[float], ceiling: float) -> dict:
+    """Times and rates of a sorted list of microseconds."""
+    tflops = cell.flops() / us[len(us) // 2] / 1e6
+    return {
+        "median_us": round(us[len(us) // 2], 2),
+        "p20_us": round(us[len(us) // 5], 2),
+        "p80_us": round(us[-1 - len(us) // 5], 2),
+        "tflops": round(tflops, 1),
+        "percent_of_ceiling": round(100 * tflops / ceiling, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
