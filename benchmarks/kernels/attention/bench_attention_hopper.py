@@ -82,7 +82,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """The grid of record: dense lengths, windows, grouped heads, (192, 128), packed, few queries."""
+    """The grid of record: dense, windows, grouped heads, (192, 128), packed, few queries."""
     found = [
         Cell(TOKENS // n, n, n, HIDDEN // d, HIDDEN // d, d, d, causal)
         for d in (64, 128, 256)
