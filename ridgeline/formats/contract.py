@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -34,7 +34,9 @@ class TensorSpec:
 
 
 class WeightFormat(Protocol):
-    """One layer's specification in some form."""
+    """One layer's specification in some form: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def method(self) -> str:
