@@ -327,6 +327,11 @@ def convert_checkpoint(
     Raises: UserError for damaged tensors and for what the target cannot hold.
     """
     facts = _facts(source)
+    if facts.desc_act and target == "compressed-tensors":
+        progress.say(
+            "convert: act-order is written as actorder group, which compressed-tensors 0.19 and "
+            "later refuse to load; ridgeline reads it"
+        )
     layouts: dict[str, WeightFormat] = {}
     packed: dict[str, dict[str, torch.Tensor]] = {}
     with progress.task(f"convert to {target}", len(source.packed), "layers") as advance:

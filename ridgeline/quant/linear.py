@@ -256,10 +256,13 @@ def empty_linears(
             )
         n, k = linear.weight.shape
         device = linear.weight.device
-        quantized = QuantizedLinear(
-            layout, n, k, bias="bias" in parts, dtype=dtype, device=device, impl=impl
-        )
-        quantized.keep_only(parts)
+        try:
+            quantized = QuantizedLinear(
+                layout, n, k, bias="bias" in parts, dtype=dtype, device=device, impl=impl
+            )
+            quantized.keep_only(parts)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         if stored_shape is not None:
             for part in parts:
                 shape = tuple(stored_shape(f"{name}.{part}"))
