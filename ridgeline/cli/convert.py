@@ -1,4 +1,5 @@
-"""`ridgeline convert`: a GGUF file or a Hugging Face folder in, a Hugging Face folder out."""
+"""`ridgeline convert`: a GGUF file or a Hugging Face folder in, a Hugging Face folder out; plain
+weights in another dtype, quantized ones in another format."""
 
 from __future__ import annotations
 
@@ -10,8 +11,21 @@ from ridgeline.cli.command import Command, Result
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.engine.load import is_quantized
 from ridgeline.nn import gguf
-from ridgeline.nn.hf import load_config, load_pretrained, save_pretrained
+from ridgeline.nn.hf import (
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    load_config,
+    load_pretrained,
+    save_pretrained,
+)
+from ridgeline.quant.checkpoint import (
+    Extras,
+    convert_checkpoint,
+    load_quantized,
+    write_checkpoint,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,11 @@ class ConvertConfig:
     """The folder to write; it appears whole or not at all."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Of the weights; keep: the folder's own, float16 for a GGUF file."""
+    format: Literal["keep", "gptq", "awq", "compressed-tensors"] = "keep"
+    """Of quantized weights: gptq, awq or compressed-tensors, code for code; keep: plain weights."""
+    lossy: bool = False
+    """Round where the format cannot hold the quantized weights as they are (act-order in awq, for
+    example) instead of refusing."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, GB (1e9 bytes), above 0; folders only, a GGUF file's model is
     written with the default."""
@@ -33,18 +52,34 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
             raise bad_value("convert", "max_shard_gb", "be above 0", self.max_shard_gb, "e.g. 5")
+        if self.format != "keep" and self.dtype != "keep":
+            raise bad_value(
+                "convert", "dtype", "be keep with a format", self.dtype, "codes have no dtype"
+            )
+        if self.format == "keep" and self.lossy:
+            raise bad_value(
+                "convert", "lossy", "come with a format", "format keep", "name the format"
+            )
 
 
 def convert(config: ConvertConfig) -> Result:
     """Write `source` as a Hugging Face folder, all or nothing.
 
-    Raises: UserError for a source that cannot be read, an `out` that exists, a disk that refuses.
+    Raises: UserError for a source that cannot be read or that the format cannot hold, an `out` that
+    exists, a disk that refuses.
     """
     if not config.source.exists():
         raise UserError(f"convert: source must exist, got {config.source}; check the path")
     if config.out.exists() and not config.overwrite:
         raise UserError(f"convert: {config.out} exists already; choose another or pass --overwrite")
+    if config.format != "keep":
+        return _requantized(config)
     if config.source.is_dir():
+        if is_quantized(config.source):
+            raise UserError(
+                f"convert: {config.source} must hold plain weights with format keep, got quantized "
+                "ones; name the format to write, for example --format gptq"
+            )
         dtype = None if config.dtype == "keep" else torch_dtype(config.dtype)
         model = load_pretrained(config.source, dtype=dtype)
         save_pretrained(
@@ -67,6 +102,38 @@ def convert(config: ConvertConfig) -> Result:
         "family": shape.family,
         "parameters": shape.num_params(),
         "dtype": written,
+        "bytes": folder_bytes(config.out),
+    }
+
+
+def _requantized(config: ConvertConfig) -> Result:
+    """Quantized folder in, quantized folder in another format out."""
+    if not config.source.is_dir() or not is_quantized(config.source):
+        raise UserError(
+            f"convert: {config.source} must hold quantized weights with format {config.format}, "
+            f"got plain ones; use ridgeline quantize --format {config.format}"
+        )
+    source = load_quantized(config.source)
+    before = source.quantization.layout
+    converted = convert_checkpoint(source, config.format, lossy=config.lossy)
+    names = (*TOKENIZER_FILES, GENERATION_CONFIG)
+    write_checkpoint(
+        config.out,
+        converted,
+        extras=Extras(
+            files=tuple(config.source / n for n in names if (config.source / n).is_file()),
+            max_shard_bytes=int(config.max_shard_gb * 1e9),
+        ),
+        overwrite=config.overwrite,
+    )
+    shape = load_config(config.out)
+    return {
+        "source": str(config.source),
+        "out": str(config.out),
+        "family": shape.family,
+        "parameters": shape.num_params(),
+        "dtype": f"{config.format} {before.bits}-bit, from {before.method}",
+        "layers": len(converted.packed),
         "bytes": folder_bytes(config.out),
     }
 

@@ -1,4 +1,4 @@
-"""`ridgeline quantize`: a Hugging Face folder in, a GPTQ folder out."""
+"""`ridgeline quantize`: a Hugging Face folder in, a folder in 4 bits out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ridgeline.cli.tables import bytes_text, table
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.core.text import read_text
 from ridgeline.engine.load import Device, choose_device
+from ridgeline.formats.convert import SourceFacts, target_layout
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import (
@@ -47,6 +48,8 @@ class QuantizeConfig:
     """gptq, or rtn: round to nearest, no calibration."""
     bits: Literal[2, 3, 4, 8] = 4
     """Of a weight."""
+    format: Literal["gptq", "awq", "compressed-tensors"] = "gptq"
+    """What to write it as; awq has 4 bits and no act-order by activation."""
     group_size: int = 128
     """Inputs that share a scale; must divide what the kernels need (64 for widths like 576)."""
     symmetric: bool = True
@@ -78,15 +81,21 @@ class QuantizeConfig:
 def recipe_of(config: QuantizeConfig) -> Recipe:
     """What the flags say, for quant. Raises: ValueError for values out of range."""
     by_activation = config.method == "gptq" and config.act_order == "activation"
+    facts = SourceFacts(symmetric=config.symmetric, desc_act=by_activation)
+    layout = target_layout(
+        GPTQFormat(bits=config.bits, group_size=config.group_size), config.format, facts
+    )
+    if by_activation and not layout.desc_act:
+        raise bad_value(
+            "quantize",
+            "act_order",
+            f"be static or natural in {config.format}",
+            "activation",
+            "use static, or another format",
+        )
     return Recipe(
         method=config.method,
-        layout=GPTQFormat(
-            bits=config.bits,
-            group_size=config.group_size,
-            symmetric=config.symmetric,
-            desc_act=by_activation,
-            checkpoint_format="gptq" if config.symmetric else "gptq_v2",
-        ),
+        layout=layout,
         gptq=GPTQOptions(order=config.act_order, damping=config.damp),
         overrides=tuple(Override(pattern=pattern, skip=True) for pattern in config.skip),
     )
@@ -125,6 +134,7 @@ def quantize(config: QuantizeConfig) -> Result:
         "model": str(config.model),
         "out": str(config.out),
         "method": config.method,
+        "format": config.format,
         "bits": config.bits,
         "group_size": config.group_size,
         "symmetric": config.symmetric,

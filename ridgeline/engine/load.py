@@ -104,12 +104,20 @@ def load_quantized(folder: Path, dtype: torch.dtype, device: torch.device) -> tu
     assert quantization is not None, "open_model asks only for quantized folders"
     tensors = TensorFolder(folder)
     model = skeleton(load_config(folder), dtype)
+    layers = packed_layers(tensors.names)
+    if not layers:
+        raise UserError(
+            f"checkpoint: {folder} must hold packed weights as its config says, got none; "
+            "the config does not describe these weights"
+        )
     try:
-        empty_linears(model, packed_layers(tensors.names), quantization.layout_of, dtype=dtype)
+        empty_linears(
+            model, layers, quantization.layout_of, dtype=dtype, stored_shape=tensors.shape
+        )
+        assign_weights(model, tensors, device=device)
+        prepare_linears(model)
     except (ValueError, TypeError) as error:
         raise UserError(f"checkpoint: {folder}: {error}") from error
-    assign_weights(model, tensors, device=device)
-    prepare_linears(model)
     layout = quantization.layout
     group = "whole rows" if layout.group_size is None else f"group {layout.group_size}"
     return model, f"{layout.method} {layout.bits}-bit {group}"

@@ -84,6 +84,41 @@ def unpack_bits(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.stack(codes, dim=-1).flatten(-2).movedim(-1, dim).contiguous()
 
 
+def pack_padded(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """pack_bits for any count: the last word is filled with zero bits, ceil(count bits / 32)
+    words."""
+    count = codes.shape[dim]
+    words = pack_bits(_lengthened(codes, -count % codes_per_block(bits), dim), bits, dim)
+    return words.narrow(dim, 0, -(-count * bits // 32)).contiguous()
+
+
+def unpack_padded(words: torch.Tensor, bits: int, dim: int, count: int) -> torch.Tensor:
+    """The first `count` codes of words that pack_padded made: uint8.
+
+    Raises: ValueError when the words are not those of `count` codes.
+    """
+    if words.shape[dim] != -(-count * bits // 32):
+        raise bad_value(
+            "unpack",
+            f"dim {dim}",
+            f"be {-(-count * bits // 32)} words for {count} codes of {bits} bits",
+            words.shape[dim],
+            "check the bit width in the config",
+        )
+    per_block = packed_words(codes_per_block(bits), bits)
+    whole = _lengthened(words, -words.shape[dim] % per_block, dim)
+    return unpack_bits(whole, bits, dim).narrow(dim, 0, count).contiguous()
+
+
+def _lengthened(tensor: torch.Tensor, by: int, dim: int) -> torch.Tensor:
+    """`by` zeros appended along a dim."""
+    if by == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = by
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
 def add_to_words(words: torch.Tensor, pattern: int) -> torch.Tensor:
     """words + pattern modulo 2^32 on int32 containers (carries run between fields)."""
     total = (words.long() + pattern) & 0xFFFFFFFF

@@ -21,6 +21,7 @@ Source of the layout: AutoGPTQ / GPTQModel checkpoints, read as data.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,22 +30,19 @@ from ridgeline.core.dtypes import torch_dtype
 from ridgeline.core.errors import bad_value
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.bitpack import add_to_words, codes_per_block, pack_bits, unpack_bits
+from ridgeline.formats.contract import (
+    TensorSpec,
+    check_axis,
+    check_groups,
+    check_present,
+    check_spec,
+    check_split,
+    check_weight,
+    check_words,
+)
 from ridgeline.formats.grid import GridSpec, quantize_rtn
 
-_BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Shape and dtype of one stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +64,10 @@ class GPTQFormat:
     """Who wrote the file, as its config says; decides how v1 asymmetric zeros are read."""
 
     method = "gptq"
+    codes_name = "qweight"
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise bad_value("gptq", "bits", "be 2, 3, 4 or 8", self.bits, "choose one of these")
-        if self.group_size is not None and self.group_size < 1:
-            raise bad_value(
-                "gptq", "group_size", "be positive or None", self.group_size, "None is whole-row"
-            )
+        check_spec("gptq", self.bits, self.group_size)
         if self.checkpoint_format not in ("gptq", "gptq_v2"):
             raise bad_value(
                 "gptq",
@@ -116,6 +110,16 @@ class GPTQFormat:
             specs["bias"] = TensorSpec(shape=(n,), dtype=scale)
         return specs
 
+    def shape_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """(N, K) of the weight that tensors hold."""
+        words_K, n = check_words("gptq", "qweight", tensors["qweight"])
+        return n, words_K * 32 // self.bits
+
+    def forward_parts(self) -> tuple[str, ...]:
+        """Tensors that a one-row forward needs; zero points only where they differ."""
+        zeros = () if self.symmetric else ("qzeros",)
+        return ("qweight", "scales", *zeros, *(("g_idx",) if self.desc_act else ()))
+
     def grid(self) -> GridSpec:
         """The grid of codes that this format stores."""
         return GridSpec(
@@ -140,12 +144,25 @@ class GPTQFormat:
         Raises: ValueError when the weight is not of this format, or has zero points of 0 in v1.
         """
         n, k = weight.shape_nk
-        self._check_weight(weight)
+        check_weight("gptq", self, weight)
         specs = self.tensor_specs(n, k, bias=weight.bias_N is not None)
         if weight.zero_NR is None:
             zero_RN = torch.full_like(weight.scale_NR, 2 ** (self.bits - 1), dtype=torch.uint8).T
         else:
             zero_RN = weight.zero_NR.T
+        tensors = {
+            "qweight": pack_bits(weight.code_NK.T, self.bits, 0, op="gptq"),
+            "qzeros": self.zero_words(zero_RN),
+            "scales": weight.scale_NR.T.contiguous(),
+            "g_idx": weight.groups_K().to(torch.int32),
+        }
+        if weight.bias_N is not None:
+            tensors["bias"] = weight.bias_N
+        assert all(tensors[name].shape == spec.shape for name, spec in specs.items())
+        return tensors
+
+    def zero_words(self, zero_RN: torch.Tensor) -> torch.Tensor:
+        """qzeros of uint8 zero points [R, N]. Raises: ValueError for a 0 in v1."""
         if self.checkpoint_format == "gptq":
             if bool((zero_RN == 0).any()):
                 raise bad_value(
@@ -156,41 +173,35 @@ class GPTQFormat:
                     "write checkpoint_format gptq_v2",
                 )
             zero_RN = zero_RN - 1
-        tensors = {
-            "qweight": pack_bits(weight.code_NK.T, self.bits, 0, op="gptq"),
-            "qzeros": pack_bits(zero_RN, self.bits, 1, op="gptq"),
-            "scales": weight.scale_NR.T.contiguous(),
-            "g_idx": weight.groups_K().to(torch.int32),
-        }
-        if weight.bias_N is not None:
-            tensors["bias"] = weight.bias_N
-        assert all(tensors[name].shape == spec.shape for name, spec in specs.items())
-        return tensors
+        return pack_bits(zero_RN, self.bits, 1, op="gptq")
 
     def unpack(self, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
         """The quantized weight that a checkpoint's tensors hold.
 
         Raises: ValueError for missing tensors or shapes that do not fit each other.
         """
-        self._check_tensors(tensors)
+        self.check_tensors(tensors)
         code_NK = unpack_bits(tensors["qweight"], self.bits, 0).T.contiguous()
-        zero_NR = self._read_zeros(tensors["qzeros"]).T.contiguous()
         K = code_NK.shape[1]
         group_size = self.group_of(K)
         group_of_K = tensors.get("g_idx")
         natural = torch.arange(K, device=code_NK.device, dtype=torch.int32) // group_size
         if group_of_K is not None and torch.equal(group_of_K.to(torch.int32), natural):
             group_of_K = None
-        middle = bool((zero_NR == 2 ** (self.bits - 1)).all())
         return QuantizedWeight(
             code_NK=code_NK,
             scale_NR=tensors["scales"].T.contiguous(),
-            zero_NR=None if middle else zero_NR,
+            zero_NR=self.zeros_of(tensors),
             bits=self.bits,
             group_size=group_size,
             group_of_K=group_of_K,
             bias_N=tensors.get("bias"),
         )
+
+    def zeros_of(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """uint8 [N, R] zero points; None where all are the middle one."""
+        zero_RN = self._read_zeros(tensors["qzeros"])
+        return None if bool((zero_RN == 2 ** (self.bits - 1)).all()) else zero_RN.T.contiguous()
 
     def _read_zeros(self, words: torch.Tensor) -> torch.Tensor:
         """uint8 zero points [R, N] from the stored words, whatever the label says of symmetric
@@ -216,12 +227,11 @@ class GPTQFormat:
         axis: "column" splits N, "row" splits K. Under act-order a row-split rank may need any
         group, so scales and zero points stay whole and g_idx keeps its numbers.
         """
+        check_axis("gptq", axis)
         if axis == "column":
             return {"qweight": 1, "qzeros": 1, "scales": 1, "g_idx": None, "bias": 0}
-        if axis == "row":
-            grouped = None if self.desc_act or self.group_size is None else 0
-            return {"qweight": 0, "qzeros": grouped, "scales": grouped, "g_idx": 0, "bias": None}
-        raise bad_value("gptq", "axis", "be column or row", repr(axis), "choose one of these")
+        grouped = None if self.desc_act or self.group_size is None else 0
+        return {"qweight": 0, "qzeros": grouped, "scales": grouped, "g_idx": 0, "bias": None}
 
     def shard_multiple(self, axis: str) -> int:
         """What a rank's share of N (column) or K (row) must be a multiple of."""
@@ -238,18 +248,9 @@ class GPTQFormat:
         Under a row split every rank keeps the bias; the caller adds it once.
         Raises: ValueError when a rank's share is no multiple of shard_multiple.
         """
-        words_K, n = tensors["qweight"].shape
-        count = n if axis == "column" else words_K * 32 // self.bits
+        n, k = self.shape_of(tensors)
         dims = self.shard_dims(axis)
-        multiple = self.shard_multiple(axis)
-        if count % (ranks * multiple):
-            raise bad_value(
-                "gptq",
-                f"{axis} split",
-                f"give each of {ranks} ranks a multiple of {multiple}",
-                count,
-                "use fewer ranks or a smaller group",
-            )
+        check_split("gptq", axis, n if axis == "column" else k, ranks, self.shard_multiple(axis))
         parts = {}
         for name, tensor in tensors.items():
             dim = dims[name]
@@ -260,49 +261,10 @@ class GPTQFormat:
 
     # -- checks --------------------------------------------------------------------------------
 
-    def _check_weight(self, weight: QuantizedWeight) -> None:
-        if weight.bits != self.bits:
-            raise bad_value(
-                "gptq", "weight.bits", f"be {self.bits}", weight.bits, "quantize to this width"
-            )
-        K = weight.shape_nk[1]
-        if weight.group_size != self.group_of(K):
-            raise bad_value(
-                "gptq",
-                "weight.group_size",
-                f"be {self.group_of(K)}",
-                weight.group_size,
-                "use the format's group size",
-            )
-        if self.symmetric and weight.zero_NR is not None:
-            raise bad_value(
-                "gptq",
-                "weight.zero_NR",
-                "be None in a symmetric format",
-                "zero points",
-                "use symmetric=False",
-            )
-        if not self.desc_act and weight.group_of_K is not None:
-            raise bad_value(
-                "gptq",
-                "weight.group_of_K",
-                "be None without desc_act",
-                "a group table",
-                "use desc_act=True",
-            )
-
-    def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        missing = [name for name in ("qweight", "qzeros", "scales") if name not in tensors]
-        if missing:
-            raise bad_value(
-                "gptq",
-                "tensors",
-                "hold qweight, qzeros and scales",
-                f"no {', '.join(missing)}",
-                "the checkpoint is incomplete",
-            )
-        words_K, n = tensors["qweight"].shape
-        k = words_K * 32 // self.bits
+    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Whether a layer's tensors fit this form and each other. Raises: ValueError."""
+        check_present("gptq", tensors, ("qweight", "qzeros", "scales"))
+        n, k = self.shape_of(tensors)
         specs = self.tensor_specs(n, k, bias="bias" in tensors)
         g_idx = tensors.get("g_idx")
         groups = tensors["scales"].shape[0]
@@ -322,15 +284,5 @@ class GPTQFormat:
                     list(tensors[name].shape),
                     "check bits and group_size in the config",
                 )
-        if (
-            g_idx is not None
-            and g_idx.numel()
-            and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups
-        ):
-            raise bad_value(
-                "gptq",
-                "g_idx",
-                f"lie in 0 .. {groups - 1}",
-                "values outside",
-                "the file is damaged",
-            )
+        if g_idx is not None:
+            check_groups("gptq", "g_idx", g_idx, groups)

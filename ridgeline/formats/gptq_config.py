@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline import __version__
-from ridgeline.core.errors import UserError
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.formats.contract import WeightFormat, table_of, whole_number
 from ridgeline.formats.gptq import GPTQFormat
 
 _SYNONYMS = {
@@ -34,6 +35,8 @@ class LayerRule:
     skip: bool = False
     bits: int | None = None
     group_size: int | None = None
+    whole_row: bool = False
+    """One group for the whole row; group_size None alone keeps the default's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +52,16 @@ class GPTQConfig:
     true_sequential: bool = True
     static_groups: bool = False
 
+    side_file = "quantize_config.json"
+
     def layout_of(self, name: str) -> GPTQFormat | None:
         """The form of one layer by its full name; None: it is not quantized."""
         for rule in self.rules:
             if re.match(rule.pattern, name):
                 if rule.skip:
                     return None
-                return replace(
-                    self.layout,
-                    bits=rule.bits or self.layout.bits,
-                    group_size=rule.group_size or self.layout.group_size,
-                )
+                group = None if rule.whole_row else rule.group_size or self.layout.group_size
+                return replace(self.layout, bits=rule.bits or self.layout.bits, group_size=group)
         return self.layout
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _rule_key(rule: LayerRule) -> str:
 
 
 def _rule_value(rule: LayerRule) -> dict[str, int]:
-    pairs = {"bits": rule.bits, "group_size": rule.group_size}
+    pairs = {"bits": rule.bits, "group_size": -1 if rule.whole_row else rule.group_size}
     return {key: value for key, value in pairs.items() if value is not None}
 
 
@@ -118,8 +120,10 @@ def read_config(entry: Mapping[str, Any], where: str = "quantization_config") ->
         )
     try:
         layout = GPTQFormat(
-            bits=_whole(entry, "bits", where),
-            group_size=_group_size(_whole(entry, "group_size", where)),
+            bits=whole_number(_found(entry, "bits"), f"{where}.bits"),
+            group_size=_group_size(
+                whole_number(_found(entry, "group_size"), f"{where}.group_size")
+            ),
             symmetric=_symmetric(entry, where),
             desc_act=bool(_found(entry, "desc_act") or False),
             checkpoint_format=str(_found(entry, "checkpoint_format") or "gptq").lower(),
@@ -129,7 +133,7 @@ def read_config(entry: Mapping[str, Any], where: str = "quantization_config") ->
         raise UserError(f"checkpoint: {where}: {error}") from error
     return GPTQConfig(
         layout=layout,
-        rules=_rules(entry.get("dynamic") or {}, where),
+        rules=_rules(table_of(entry.get("dynamic"), f"{where}.dynamic"), layout, where),
         lm_head=bool(entry.get("lm_head", False)),
         damping=entry.get("damp_percent"),
         true_sequential=bool(entry.get("true_sequential", True)),
@@ -139,16 +143,6 @@ def read_config(entry: Mapping[str, Any], where: str = "quantization_config") ->
 
 def _found(entry: Mapping[str, Any], key: str) -> Any:
     return next((entry[name] for name in _SYNONYMS[key] if name in entry), None)
-
-
-def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
-    value = _found(entry, key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(
-            f"checkpoint: {where}.{key} must be a whole number, got {value!r}; "
-            "the config is damaged"
-        )
-    return value
 
 
 def _group_size(value: int) -> int | None:
@@ -175,24 +169,63 @@ def _writer(entry: Mapping[str, Any]) -> str:
     return str(quantizer or "unknown")
 
 
-def _rules(dynamic: Mapping[str, Any], where: str) -> tuple[LayerRule, ...]:
+def _rules(dynamic: Mapping[str, Any], layout: GPTQFormat, where: str) -> tuple[LayerRule, ...]:
     rules = []
     for key, value in dynamic.items():
+        here = f"{where}.dynamic[{key!r}]"
         skip = key.startswith("-:")
         pattern = key.removeprefix("-:").removeprefix("+:")
-        unknown = set(value or {}) - {"bits", "group_size"} if not skip else set()
+        value = {} if skip else table_of(value, here)
+        unknown = set(value) - {"bits", "group_size"}
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             unknown = {f"the pattern {pattern!r} ({error})"}
         if unknown:
             raise UserError(
-                f"checkpoint: {where}.dynamic[{key!r}] must hold only bits and group_size, got "
-                f"{', '.join(sorted(unknown))}; quantize without such an exception"
+                f"checkpoint: {here} must hold only bits and group_size, got "
+                f"{', '.join(sorted(map(str, unknown)))}; quantize without such an exception"
             )
-        value = value or {}
-        group = value.get("group_size")
-        rules.append(
-            LayerRule(pattern=pattern, skip=skip, bits=value.get("bits"), group_size=group)
-        )
+        sizes = {name: whole_number(size, f"{here}.{name}") for name, size in value.items()}
+        if whole_row := sizes.get("group_size") == -1:
+            del sizes["group_size"]
+        try:
+            replace(layout, **sizes)
+        except ValueError as error:
+            raise UserError(f"checkpoint: {here}: {error}") from error
+        rules.append(LayerRule(pattern=pattern, skip=skip, whole_row=whole_row, **sizes))
     return tuple(rules)
+
+
+def describe(
+    layout: WeightFormat, layouts: Mapping[str, WeightFormat], skipped: Sequence[str]
+) -> GPTQConfig:
+    """The entry for layers of these forms and plain linears of these names, one rule each.
+
+    Raises: ValueError for layers that differ in more than a rule can state.
+    """
+    assert isinstance(layout, GPTQFormat)
+    rules = []
+    for name, form in layouts.items():
+        if form == layout:
+            continue
+        if replace(layout, bits=form.bits, group_size=form.group_size) != form:
+            raise bad_value(
+                "gptq",
+                "layers",
+                "differ in bits and group size only",
+                f"more for {name}",
+                "write compressed-tensors",
+            )
+        rules.append(
+            LayerRule(
+                pattern=f"{re.escape(name)}$",
+                bits=form.bits,
+                group_size=form.group_size,
+                whole_row=form.group_size is None,
+            )
+        )
+    rules += [
+        LayerRule(pattern=f"{re.escape(name)}$", skip=True) for name in skipped if name != "lm_head"
+    ]
+    return GPTQConfig(layout=layout, rules=tuple(rules), lm_head="lm_head" in layouts)

@@ -149,9 +149,8 @@ def _assign(
             f"{list(tensors.shape(full_name))}; config.json does not describe these weights"
         )
     tensor = tensors.get(full_name, device)
-    if old.is_floating_point() and tensor.is_floating_point():
-        tensor = tensor.to(old.dtype)
     if isinstance(old, nn.Parameter):
+        tensor = tensor.to(old.dtype) if tensor.is_floating_point() else tensor
         setattr(module, name, nn.Parameter(tensor, requires_grad=old.requires_grad))
     else:
         setattr(module, name, tensor)

@@ -19,7 +19,7 @@ from ridgeline.core import progress
 from ridgeline.core.errors import bad_type, bad_value
 from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.grid import GridSpec
 from ridgeline.quant.gptq import Hessian, LayerReport, quantize_layers
 from ridgeline.quant.recipe import Recipe
@@ -130,7 +130,7 @@ class _Run:
         for x_BSK in inputs:
             hessian.add(x_BSK)
         mean_KK = hessian.mean()
-        by_layout: dict[GPTQFormat, list[str]] = {}
+        by_layout: dict[WeightFormat, list[str]] = {}
         for name in group:
             layout = self.recipe.layout_of(self._full(index, name))
             if layout is None:
@@ -142,7 +142,7 @@ class _Run:
             self._solve(index, names, mean_KK, layout)
 
     def _solve(
-        self, index: int, names: list[str], mean_KK: torch.Tensor, layout: GPTQFormat
+        self, index: int, names: list[str], mean_KK: torch.Tensor, layout: WeightFormat
     ) -> None:
         start = time.perf_counter()
         modules = [self.model.blocks[index].get_submodule(name) for name in names]
@@ -172,7 +172,7 @@ class _Run:
             self._install(index, name, weight, None, time.perf_counter() - start)
         self._block_done(index)
 
-    def _grid(self, layout: GPTQFormat) -> GridSpec:
+    def _grid(self, layout: WeightFormat) -> GridSpec:
         fraction = _BF16_FRACTION_BITS if self.recipe.exact_bf16_scales else None
         return replace(layout.grid(), scale_mantissa_bits=fraction)
 

@@ -1,16 +1,17 @@
 """Quantized checkpoints as Hugging Face folders: written whole or not at all, read back bit for
-bit.
+bit, in any of the formats, and converted from one to another.
 
-config.json carries quantization_config (quantize_config.json repeats it for older loaders); tensors
-are safetensors, sharded when large; tokenizer files are copied. Nothing is unpickled and no code of
-a checkpoint runs. The model object and its config belong to the caller: this file deals in names
-and tensors.
+config.json carries quantization_config (GPTQ's quantize_config.json repeats it for older loaders);
+tensors are safetensors, sharded when large; tokenizer files are copied. Nothing is unpickled and no
+code of a checkpoint runs. The model object and its config belong to the caller: this file deals in
+names and tensors.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ridgeline.core import progress
+from ridgeline.core.dtypes import dtype_name
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_dir
 from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.contract import Quantization, WeightFormat
+from ridgeline.formats.convert import SourceFacts, convert_tensors, target_layout
+from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.formats.gptq_config import GPTQConfig, LayerRule
-from ridgeline.formats.registry import detect
+from ridgeline.formats.registry import KEYS as CONFIG_KEYS
+from ridgeline.formats.registry import describe, detect
 from ridgeline.quant.recipe import Recipe
 
 SINGLE = "model.safetensors"
@@ -46,8 +53,17 @@ class CheckpointSize:
     """What the same layers and the others take at 16 bits a weight."""
 
 
-def config_of(recipe: Recipe) -> GPTQConfig:
-    """The config entry that describes a recipe's result."""
+def config_of(
+    recipe: Recipe, layers: Iterable[str] = (), skipped: Iterable[str] = ()
+) -> Quantization:
+    """The config entry that describes a recipe's result.
+
+    layers, skipped: full names of the quantized and of the plain linears; GPTQ states patterns
+    instead. Raises: ValueError for exceptions that the format's config cannot state.
+    """
+    layout = recipe.layout
+    if not isinstance(layout, GPTQFormat):
+        return describe(layout, {name: _layout(recipe, name) for name in layers}, [*skipped])
     rules = tuple(
         LayerRule(
             pattern=f".*(?:{override.pattern})",
@@ -59,7 +75,7 @@ def config_of(recipe: Recipe) -> GPTQConfig:
     )
     is_gptq = recipe.method == "gptq"
     return GPTQConfig(
-        layout=recipe.layout,
+        layout=layout,
         rules=rules,
         damping=recipe.gptq.damping if is_gptq else None,
         true_sequential=is_gptq,
@@ -67,39 +83,49 @@ def config_of(recipe: Recipe) -> GPTQConfig:
     )
 
 
-def checkpoint_tensors(
-    plain: Mapping[str, torch.Tensor], weights: Mapping[str, QuantizedWeight], config: GPTQConfig
-) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint by name: the plain ones without what is quantized, then the
-    packed.
+def _layout(source: Recipe | Quantization, name: str) -> WeightFormat:
+    layout = source.layout_of(name)
+    assert layout is not None, f"{name} is quantized but its config skips it"
+    return layout
 
-    Raises: ValueError when a weight is not of the form that the config states for it.
-    """
-    replaced = {f"{name}.{part}" for name in weights for part in ("weight", "bias")}
-    tensors = {name: tensor for name, tensor in plain.items() if name not in replaced}
-    for name, weight in weights.items():
-        layout = config.layout_of(name)
-        assert layout is not None, f"{name} is quantized but its config skips it"
-        for part, tensor in layout.pack(weight).items():
-            tensors[f"{name}.{part}"] = tensor
-    return tensors
+
+def plain_linears(plain: Mapping[str, torch.Tensor], quantized: Iterable[str]) -> list[str]:
+    """Full names of linears that stay plain: matrices inside numbered blocks, and a head."""
+    done = set(quantized)
+    names = []
+    for full, tensor in plain.items():
+        name = full.removesuffix(".weight")
+        inside = name == "lm_head" or any(part.isdigit() for part in name.split("."))
+        if name != full and name not in done and inside and tensor.dim() == 2:
+            names.append(name)
+    return names
+
+
+def without_quantized(
+    plain: Mapping[str, torch.Tensor], quantized: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """A model's tensors but those of its quantized linears."""
+    replaced = {f"{name}.{part}" for name in quantized for part in ("weight", "bias")}
+    return {name: tensor for name, tensor in plain.items() if name not in replaced}
 
 
 def size_of(
-    tensors: Mapping[str, torch.Tensor], weights: Mapping[str, QuantizedWeight]
+    plain: Mapping[str, torch.Tensor],
+    packed: Mapping[str, Mapping[str, torch.Tensor]],
+    quantization: Quantization,
 ) -> CheckpointSize:
     """Bytes of a checkpoint's tensors, and of the same at 16 bits."""
-    prefixes = tuple(f"{name}." for name in weights)
-    quantized = sum(t.nbytes for name, t in tensors.items() if name.startswith(prefixes))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    plain_count = sum(t.numel() for name, t in tensors.items() if not name.startswith(prefixes))
-    wide = sum(weight.code_NK.numel() for weight in weights.values())
-    wide += sum(w.bias_N.numel() for w in weights.values() if w.bias_N is not None)
+    quantized = sum(tensor.nbytes for parts in packed.values() for tensor in parts.values())
+    beside = sum(tensor.nbytes for tensor in plain.values())
+    wide = sum(tensor.numel() for tensor in plain.values())
+    for name, parts in packed.items():
+        n, k = _layout(quantization, name).shape_of(parts)
+        wide += n * k + (parts["bias"].numel() if "bias" in parts else 0)
     return CheckpointSize(
-        total_bytes=total,
+        total_bytes=quantized + beside,
         quantized_bytes=quantized,
-        plain_bytes=total - quantized,
-        unquantized_bytes=2 * (plain_count + wide),
+        plain_bytes=beside,
+        unquantized_bytes=2 * wide,
     )
 
 
@@ -127,21 +153,46 @@ def save_quantized(
     """Write a quantized checkpoint folder, all or nothing; returns its size.
 
     config: the unquantized model's config.json; plain: its tensors by name (those of quantized
-    linears are left out here). Raises: UserError when the folder exists or the disk refuses.
+    linears are left out here). Raises: UserError when the folder exists or the disk refuses;
+    ValueError when a weight is not of the recipe's form or the form's config cannot state it.
     """
-    entry = config_of(recipe)
-    extras = extras or Extras()
-    tensors = checkpoint_tensors(plain, weights, entry)
-    full = {**config, "quantization_config": entry.to_dict()}
+    rest = without_quantized(plain, weights)
+    entry = config_of(recipe, weights, plain_linears(rest, weights))
+    checkpoint = QuantizedCheckpoint(
+        config=dict(config),
+        quantization=entry,
+        plain=rest,
+        packed={name: _layout(entry, name).pack(weight) for name, weight in weights.items()},
+    )
+    return write_checkpoint(folder, checkpoint, extras=extras, overwrite=overwrite)
+
+
+def write_checkpoint(
+    folder: Path | str,
+    checkpoint: QuantizedCheckpoint,
+    *,
+    extras: Extras | None = None,
+    overwrite: bool = False,
+) -> CheckpointSize:
+    """Write packed tensors and their config as a folder, all or nothing; returns its size.
+
+    Raises: UserError when the folder exists or the disk refuses.
+    """
+    extras, entry = extras or Extras(), checkpoint.quantization.to_dict()
+    config = {k: v for k, v in checkpoint.config.items() if k not in CONFIG_KEYS}
+    tensors = dict(checkpoint.plain)
+    for name, parts in checkpoint.packed.items():
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     with atomic_dir(Path(folder), overwrite=overwrite) as temporary:
-        _write_json(temporary / "config.json", full)
-        _write_json(temporary / "quantize_config.json", entry.to_dict())
+        _write_json(temporary / "config.json", config | {"quantization_config": entry})
+        if checkpoint.quantization.side_file:
+            _write_json(temporary / checkpoint.quantization.side_file, entry)
         _write_tensors(temporary, tensors, extras.max_shard_bytes)
         for file in extras.files:
             shutil.copyfile(file, temporary / file.name)
         for name, text in extras.texts:
             (temporary / name).write_text(text, encoding="utf-8")
-    return size_of(tensors, weights)
+    return size_of(checkpoint.plain, checkpoint.packed, checkpoint.quantization)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -184,7 +235,7 @@ class QuantizedCheckpoint:
 
     config: dict[str, Any]
     """config.json as it is."""
-    quantization: GPTQConfig
+    quantization: Quantization
     plain: dict[str, torch.Tensor]
     """Tensors that belong to no quantized layer."""
     packed: dict[str, dict[str, torch.Tensor]]
@@ -194,20 +245,25 @@ class QuantizedCheckpoint:
         """Every quantized weight unpacked. Raises: UserError naming a layer that is damaged."""
         return {name: self._unpack(name) for name in self.packed}
 
-    def _unpack(self, name: str) -> QuantizedWeight:
+    def layout_of(self, name: str) -> WeightFormat:
+        """A quantized layer's form. Raises: UserError where the config says it is plain."""
         layout = self.quantization.layout_of(name)
         if layout is None:
             raise UserError(
                 f"checkpoint: {name} must be plain by its config, got packed tensors; "
                 "the config does not describe these weights"
             )
+        return layout
+
+    def _unpack(self, name: str) -> QuantizedWeight:
+        layout = self.layout_of(name)
         try:
             return layout.unpack(self.packed[name])
         except ValueError as error:
             raise UserError(f"checkpoint: {name}: {error}") from error
 
 
-def read_quantization(folder: Path | str) -> tuple[dict[str, Any], GPTQConfig | None]:
+def read_quantization(folder: Path | str) -> tuple[dict[str, Any], Quantization | None]:
     """(config.json, what it says of quantization); None for a plain checkpoint.
 
     Raises: UserError for an unreadable config or an unknown quant_method, by its name.
@@ -224,11 +280,20 @@ def read_quantization(folder: Path | str) -> tuple[dict[str, Any], GPTQConfig | 
     return config, detect(config, Path(folder))
 
 
-def packed_layers(names: Iterable[str]) -> dict[str, bool]:
-    """Quantized layers among tensor names -> whether they have a bias."""
-    names = set(names)
-    layers = sorted(n.removesuffix(".qweight") for n in names if n.endswith(".qweight"))
-    return {layer: f"{layer}.bias" in names for layer in layers}
+_CODES = (".qweight", ".weight_packed")
+"""Ends of names of the tensors that make a layer quantized, in any format."""
+
+
+def packed_layers(names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Quantized layers among tensor names -> names of their tensors."""
+    names = list(names)
+    layers = sorted(n.rpartition(".")[0] for n in names if n.endswith(_CODES))
+    parts: dict[str, set[str]] = {layer: set() for layer in layers}
+    for name in names:
+        owner, _, part = name.rpartition(".")
+        if owner in parts:
+            parts[owner].add(part)
+    return {layer: frozenset(held) for layer, held in parts.items()}
 
 
 def load_quantized(folder: Path | str) -> QuantizedCheckpoint:
@@ -252,11 +317,71 @@ def load_quantized(folder: Path | str) -> QuantizedCheckpoint:
     return QuantizedCheckpoint(config=config, quantization=quantization, plain=plain, packed=packed)
 
 
+def convert_checkpoint(
+    source: QuantizedCheckpoint, target: str, *, lossy: bool = False
+) -> QuantizedCheckpoint:
+    """A quantized checkpoint in another format: gptq, awq or compressed-tensors.
+
+    Every bit of codes, scales and zero points is kept; what the target cannot hold is refused with
+    the layer and the reason unless `lossy`. The source's packed tensors are given up on the way.
+    Raises: UserError for damaged tensors and for what the target cannot hold.
+    """
+    facts = _facts(source)
+    if facts.desc_act and target == "compressed-tensors":
+        progress.say(
+            "convert: act-order is written as actorder group, which compressed-tensors 0.19 and "
+            "later refuse to load; ridgeline reads it"
+        )
+    layouts: dict[str, WeightFormat] = {}
+    packed: dict[str, dict[str, torch.Tensor]] = {}
+    with progress.task(f"convert to {target}", len(source.packed), "layers") as advance:
+        for name in list(source.packed):
+            layout = source.layout_of(name)
+            try:
+                layouts[name] = target_layout(layout, target, facts)
+                tensors = source.packed.pop(name)
+                packed[name] = convert_tensors(tensors, layout, layouts[name], lossy=lossy)
+            except ValueError as error:
+                raise UserError(f"checkpoint: {name}: {error}") from error
+            advance(1)
+    common = Counter(layouts.values()).most_common(1)[0][0]
+    try:
+        entry = describe(common, layouts, plain_linears(source.plain, layouts))
+    except ValueError as error:
+        raise UserError(f"checkpoint: {error}") from error
+    return QuantizedCheckpoint(
+        config=source.config, quantization=entry, plain=source.plain, packed=packed
+    )
+
+
+def _facts(source: QuantizedCheckpoint) -> SourceFacts:
+    """What the layers have in common, from their tensors where the config cannot say."""
+    if not source.packed:
+        raise UserError("checkpoint: quantized layers must be there to convert, got none")
+    symmetric, desc_act, scale_dtype = True, False, None
+    for name, tensors in source.packed.items():
+        layout = source.layout_of(name)
+        desc_act |= layout.desc_act
+        try:
+            layout.check_tensors(tensors)
+            symmetric = symmetric and layout.zeros_of(tensors) is None
+        except ValueError as error:
+            raise UserError(f"checkpoint: {name}: {error}") from error
+        scales = tensors.get("scales", tensors.get("weight_scale"))
+        assert scales is not None, "check_tensors saw them"
+        scale_dtype = scale_dtype or dtype_name(scales.dtype)
+    return SourceFacts(symmetric=symmetric, desc_act=desc_act, scale_dtype=scale_dtype or "float16")
+
+
 def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
+        pickles = [p.name for end in ("*.pt", "*.bin", "*.pth") for p in sorted(folder.glob(end))]
+        got = pickles[0] if pickles else "none"
         raise UserError(
-            f"checkpoint: {folder} must hold safetensors, got none; pickled weights are not read"
+            f"checkpoint: {folder} must hold safetensors, got {got}; pickles can run code and are "
+            "not read: save the model as safetensors with the library that wrote it "
+            "(llm-awq's .pt: through AutoAWQ's save_quantized)"
         )
     if (folder / INDEX).is_file():
         files = _indexed_files(folder)

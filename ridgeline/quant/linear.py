@@ -1,14 +1,15 @@
 """A linear layer on packed weights, in the place of nn.Linear.
 
-Its buffers are the checkpoint's own tensors (qweight, qzeros, scales, g_idx, bias), so state_dict()
-loads and saves a quantized checkpoint bit for bit. What a kernel reads is a second layout, made
-from them at the first forward on a device and dropped when they change or move. Casting the module
-(`.to(torch.bfloat16)`) changes the activations' dtype, never the stored scales.
+Its buffers are the checkpoint's own tensors under the format's names (GPTQ: qweight, qzeros,
+scales, g_idx, bias), so state_dict() loads and saves a quantized checkpoint bit for bit. What a
+kernel reads is a second layout, made from them at the first forward on a device and dropped when
+they change or move. Casting the module (`.to(torch.bfloat16)`) changes the activations' dtype,
+never the stored scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from ridgeline.core.errors import bad_type, bad_value
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.formats.contract import WeightFormat
 from ridgeline.kernels.w4a16.op import prepare, w4a16_linear
 from ridgeline.kernels.w4a16.prepared import Prepared
 
@@ -26,7 +27,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(
         self,
-        layout: GPTQFormat,
+        layout: WeightFormat,
         n: int,
         k: int,
         *,
@@ -41,18 +42,43 @@ class QuantizedLinear(nn.Module):
         self.dtype, self.impl = dtype, impl
         self.bias: torch.Tensor | None
         self.register_buffer("bias", None)
+        self._names: list[str] = []
         for name, spec in layout.tensor_specs(n, k, bias=bias).items():
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            self.register_buffer(name, tensor)
-        self._names = [name for name, buffer in self._buffers.items() if buffer is not None]
+            self._hold(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))
         self._prepared: Prepared | None = None
         self._prepared_from: torch.Tensor | None = None
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> None:
+        self.register_buffer(name, tensor)
+        if name not in self._names:
+            self._names.append(name)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Drop tensors that a checkpoint does not hold (a GPTQ file without g_idx).
+
+        Raises: ValueError for one that the form does not have.
+        """
+        foreign = sorted(set(names) - set(self._names))
+        if foreign:
+            raise bad_value(
+                "quantized linear",
+                "tensors",
+                f"be among {', '.join(self._names)}",
+                ", ".join(foreign),
+                "the config does not describe these weights",
+            )
+        for name in [name for name in self._names if name not in names]:
+            self._names.remove(name)
+            if name == "bias":
+                self.bias = None
+            else:
+                delattr(self, name)
 
     @classmethod
     def from_weight(
         cls,
         weight: QuantizedWeight,
-        layout: GPTQFormat,
+        layout: WeightFormat,
         *,
         dtype: torch.dtype = torch.bfloat16,
         impl: str = "auto",
@@ -67,15 +93,15 @@ class QuantizedLinear(nn.Module):
     def from_tensors(
         cls,
         tensors: Mapping[str, torch.Tensor],
-        layout: GPTQFormat,
+        layout: WeightFormat,
         *,
         dtype: torch.dtype = torch.bfloat16,
         impl: str = "auto",
     ) -> Self:
         """Take a checkpoint's tensors of one layer as they are."""
-        words_K, n = tensors["qweight"].shape
-        k = words_K * 32 // layout.bits
+        n, k = layout.shape_of(tensors)
         linear = cls(layout, n, k, bias="bias" in tensors, dtype=dtype, device="meta", impl=impl)
+        linear.keep_only(tensors)
         for name, tensor in tensors.items():
             setattr(linear, name, tensor.detach())
         return linear
@@ -97,12 +123,11 @@ class QuantizedLinear(nn.Module):
 
         Raises: NotImplementedError when no implementation takes the layer on its device.
         """
-        source = self.qweight
-        assert isinstance(source, torch.Tensor)
+        source = self._codes()
         if source.device.type == "meta":
             raise bad_value(
                 "quantized linear",
-                "qweight",
+                self.layout.codes_name,
                 "be loaded",
                 "a meta tensor",
                 "assign the checkpoint's tensors first",
@@ -113,21 +138,21 @@ class QuantizedLinear(nn.Module):
             self._bias_N = None if self.bias is None else self.bias.to(self.dtype)
         return self._prepared
 
+    def _codes(self) -> torch.Tensor:
+        return getattr(self, self.layout.codes_name)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] in self.dtype -> [..., N]."""
         prepared = self._prepared
-        if prepared is None or self._prepared_from is not self.qweight:
+        if prepared is None or self._prepared_from is not self._codes():
             prepared = self.prepare()
         return w4a16_linear(x, prepared, self._bias_N)
 
     def weight_bytes(self) -> int:
         """Bytes of stored tensors that a one-row forward needs: codes, scales, zero points where
         they are not all the middle one, the group table under act-order, bias."""
-        names = ["qweight", "scales"]
-        names += [] if self.layout.symmetric else ["qzeros"]
-        names += ["g_idx"] if self.layout.desc_act else []
-        names += ["bias"] if self.bias is not None else []
         tensors = self.tensors()
+        names = [name for name in (*self.layout.forward_parts(), "bias") if name in tensors]
         return sum(tensors[name].numel() * tensors[name].element_size() for name in names)
 
     def shard(self, axis: str, rank: int, ranks: int) -> QuantizedLinear:
@@ -167,15 +192,15 @@ class QuantizedLinear(nn.Module):
 def replace_linears(
     model: nn.Module,
     weights: Mapping[str, QuantizedWeight],
-    layout_of: Callable[[str], GPTQFormat | None],
+    layout_of: Callable[[str], WeightFormat | None],
     *,
     dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> nn.Module:
     """Put a QuantizedLinear in the place of each named nn.Linear; returns the model.
 
-    weights: by full module name; layout_of: a Recipe's or GPTQConfig's method of that name; dtype:
-    of activations, None keeps each linear's.
+    weights: by full module name; layout_of: a Recipe's or a checkpoint config's method of that
+    name; dtype: of activations, None keeps each linear's.
     Raises: ValueError for a name without a linear of that shape or without a layout. Nothing is
     replaced then.
     """
@@ -202,19 +227,23 @@ def replace_linears(
 
 def empty_linears(
     model: nn.Module,
-    names: Mapping[str, bool],
-    layout_of: Callable[[str], GPTQFormat | None],
+    names: Mapping[str, Collection[str]],
+    layout_of: Callable[[str], WeightFormat | None],
     *,
     dtype: torch.dtype,
+    stored_shape: Callable[[str], Sequence[int]] | None = None,
     impl: str = "auto",
 ) -> nn.Module:
     """Replace named linears of a (meta) model by unfilled QuantizedLinears for a checkpoint to
     fill.
 
-    names: full module name -> whether the checkpoint holds a bias for it.
-    Raises: ValueError for a name without a linear, or one that the config says is not quantized.
+    stored_shape: of a tensor in the checkpoint by its full name, where it may differ from what we
+    would write (compressed-tensors' older 3-bit words); it is checked when the layer is prepared.
+    names: full module name -> names of the tensors that the checkpoint holds for it.
+    Raises: ValueError for a name without a linear, one that the config says is not quantized, or
+    tensors that its form does not have.
     """
-    for name, bias in names.items():
+    for name, parts in names.items():
         linear = _linear(model, name)
         layout = layout_of(name)
         if layout is None:
@@ -227,7 +256,17 @@ def empty_linears(
             )
         n, k = linear.weight.shape
         device = linear.weight.device
-        quantized = QuantizedLinear(layout, n, k, bias=bias, dtype=dtype, device=device, impl=impl)
+        try:
+            quantized = QuantizedLinear(
+                layout, n, k, bias="bias" in parts, dtype=dtype, device=device, impl=impl
+            )
+            quantized.keep_only(parts)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if stored_shape is not None:
+            for part in parts:
+                shape = tuple(stored_shape(f"{name}.{part}"))
+                setattr(quantized, part, getattr(quantized, part).new_empty(shape))
         model.set_submodule(name, quantized)
     return model
 
@@ -240,9 +279,15 @@ def quantized_linears(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]
 
 
 def prepare_linears(model: nn.Module) -> None:
-    """Make every layer's kernel layout now rather than at its first forward."""
-    for _, linear in quantized_linears(model):
-        linear.prepare()
+    """Make every layer's kernel layout now rather than at its first forward.
+
+    Raises: ValueError, with the layer's name, for tensors that are damaged.
+    """
+    for name, linear in quantized_linears(model):
+        try:
+            linear.prepare()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def concat_rows(weights: list[QuantizedWeight]) -> QuantizedWeight:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.quant.gptq import GPTQOptions
 
@@ -54,7 +55,7 @@ class Recipe:
 
     method: str = "gptq"
     """rtn or gptq."""
-    layout: GPTQFormat = field(default_factory=lambda: GPTQFormat(group_size=64))
+    layout: WeightFormat = field(default_factory=lambda: GPTQFormat(group_size=64))
     """Form of the result: width, group size, symmetry, storage dtype."""
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
     """How gptq solves a layer."""
@@ -87,7 +88,7 @@ class Recipe:
                 "set both",
             )
 
-    def layout_of(self, name: str) -> GPTQFormat | None:
+    def layout_of(self, name: str) -> WeightFormat | None:
         """The form of one layer by its full name; None: leave it as it is."""
         for override in self.overrides:
             if re.search(override.pattern, name):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.formats.contract import WeightFormat
 
 
-def quantize_layer_rtn(w_NK: torch.Tensor, layout: GPTQFormat) -> QuantizedWeight:
+def quantize_layer_rtn(w_NK: torch.Tensor, layout: WeightFormat) -> QuantizedWeight:
     """The nearest codes of a weight on a format's grid, groups in stored order."""
     return layout.quantize_ref(w_NK)

@@ -32,13 +32,14 @@ FLAGS = {
     "--checkpoint.resume --checkpoint.accept-changes --checkpoint.no-accept-changes "
     "--checkpoint.export --checkpoint.no-export --log.every-steps --log.eval-every-steps "
     "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard",
-    "quantize": "--model --out --text --method --bits --group-size --symmetric --no-symmetric "
-    "--act-order --damp --sequences --sequence-tokens --seed --skip --overwrite --no-overwrite "
-    "--device",
+    "quantize": "--model --out --text --method --bits --format --group-size --symmetric "
+    "--no-symmetric --act-order --damp --sequences --sequence-tokens --seed --skip --overwrite "
+    "--no-overwrite --device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
-    "convert": "--source --out --dtype --max-shard-gb --overwrite --no-overwrite",
+    "convert": "--source --out --dtype --format --lossy --no-lossy --max-shard-gb --overwrite "
+    "--no-overwrite",
 }
 
 

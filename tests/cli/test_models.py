@@ -160,6 +160,80 @@ def test_a_quantized_folder_answers(quantized, capsys):
     assert said["weights"] == "gptq 4-bit group 32" and said["answers"][0]["new_tokens"] >= 1
 
 
+# ---- formats -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def in_formats(model_folder, tmp_path_factory):
+    """The same model rounded into each format, symmetric."""
+    root = tmp_path_factory.mktemp("formats")
+    for name in ("gptq", "awq", "compressed-tensors"):
+        quantize(
+            QuantizeConfig(
+                model=model_folder, out=root / name, method="rtn", format=name, group_size=32,
+                device="cpu",
+            )
+        )  # fmt: skip
+    return root
+
+
+def _logits(folder) -> torch.Tensor:
+    opened = open_model(folder)
+    with torch.no_grad():
+        return opened.model(torch.tensor([opened.tokenizer.encode("The quick brown fox")]))
+
+
+@pytest.mark.parametrize("source", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["gptq", "awq", "compressed-tensors"])
+def test_convert_between_formats(in_formats, tmp_path, capsys, source, target):
+    out = tmp_path / "out"
+    words = ["convert", "--source", str(in_formats / source), "--out", str(out)]
+    said = _result(capsys, [*words, "--format", target])
+    assert said["dtype"] == f"{target} 4-bit, from {source}" and said["layers"] == 14
+    assert open_model(out).weights == f"{target} 4-bit group 32"
+    assert torch.equal(_logits(out), _logits(in_formats / source))
+    made, direct = TensorFolder(out), TensorFolder(in_formats / target)
+    assert made.names == direct.names
+    for name in made.names:
+        assert made.get(name).dtype == direct.get(name).dtype
+        assert torch.equal(made.get(name), direct.get(name)), name
+
+
+def test_convert_refuses_what_a_format_cannot_hold(model_folder, text_file, tmp_path, capsys):
+    words = ["quantize", "--model", str(model_folder), "--text", str(text_file), "--out"]
+    words += [str(tmp_path / "act"), "--group-size", "32", "--act-order", "activation"]
+    assert cli.main([*words, "--sequences", "4", "--sequence-tokens", "64"]) == 0
+    convert = ["convert", "--source", str(tmp_path / "act"), "--out", str(tmp_path / "awq")]
+    _fails(
+        capsys, [*convert, "--format", "awq"], 1, "must fit awq as it is, got groups in activation"
+    )
+    assert not (tmp_path / "awq").exists()
+    assert cli.main([*convert, "--format", "awq", "--lossy"]) == 0
+    assert open_model(tmp_path / "awq").weights == "awq 4-bit group 32"
+
+
+def test_convert_says_what_kind_of_folder_it_needs(model_folder, in_formats, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    plain = ["convert", "--source", str(model_folder), *out]
+    packed = ["convert", "--source", str(in_formats / "awq"), *out]
+    _fails(capsys, [*plain, "--format", "awq"], 1, "use ridgeline quantize --format awq")
+    _fails(capsys, packed, 1, "name the format to write")
+    _fails(capsys, [*packed, "--format", "gptq", "--dtype", "float16"], 2, "dtype must be keep")
+    _fails(capsys, [*packed, "--lossy"], 2, "lossy must come with a format")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--bits", "3"], "awq: bits must be 4, got 3"),
+        (["--act-order", "activation"], "act_order must be static or natural in awq"),
+    ],
+)
+def test_quantize_refuses_what_awq_lacks(model_folder, text_file, tmp_path, capsys, flags, part):
+    words = ["quantize", "--model", str(model_folder), "--text", str(text_file), "--format", "awq"]
+    _fails(capsys, [*words, "--out", str(tmp_path / "out"), *flags], 2, part)
+
+
 # ---- bad input -------------------------------------------------------------------------------
 
 

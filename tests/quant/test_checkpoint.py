@@ -101,7 +101,7 @@ def test_config_says_what_is_quantized_how(tmp_path: Path, run) -> None:
 
 def test_packed_layers_of_names() -> None:
     names = ["a.qweight", "a.bias", "b.qweight", "b.scales", "c.weight"]
-    assert packed_layers(names) == {"a": True, "b": False}
+    assert packed_layers(names) == {"a": {"qweight", "bias"}, "b": {"qweight", "scales"}}
 
 
 def test_plain_and_unknown_folders(tmp_path: Path) -> None:

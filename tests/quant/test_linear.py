@@ -162,14 +162,19 @@ def test_empty_linears_then_load() -> None:
     filled = replace_linears(model, weights, lambda name: FORM)
     with torch.device("meta"):
         empty = TinyModel(layers=1)
-    empty_linears(empty, dict.fromkeys(weights, False), lambda name: FORM, dtype=torch.float32)
+    empty_linears(
+        empty,
+        dict.fromkeys(weights, set(FORM.tensor_specs(32, 64))),
+        lambda name: FORM,
+        dtype=torch.float32,
+    )
     assert empty.state_dict().keys() == filled.state_dict().keys()
     empty.load_state_dict(filled.state_dict(), assign=True)
     ids = torch.randint(0, 50, (1, 6))
     with torch.no_grad():
         assert torch.equal(empty(ids), filled(ids))
     with pytest.raises(ValueError, match="the checkpoint contradicts its config"):
-        empty_linears(TinyModel(layers=1), {"layers.0.attn.q": False}, lambda name: None,
+        empty_linears(TinyModel(layers=1), {"layers.0.attn.q": {"qweight"}}, lambda name: None,
                       dtype=torch.float32)  # fmt: skip
 
 
