@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ridgeline.core.errors import bad_value, unsupported
-from ridgeline.integrations.hf_masks import decode, is_coded, starts_of
+from ridgeline.integrations.hf_masks import decode, is_coded, is_window_only, starts_of
 from ridgeline.kernels.attention import flash_attn_func, flash_attn_varlen_func
 
 _REFUSED = {
@@ -77,8 +77,11 @@ def ridgeline_attention(
     call = _Call(q, k, v, bool(causal), kwargs.get("sliding_window"), options)
     bias = kwargs.get("position_bias")
     starts = _given_starts(kwargs)
-    if starts is None and attention_mask is None and not torch.compiler.is_compiling():
+    unmasked = attention_mask is None or is_window_only(attention_mask)
+    if starts is None and unmasked and not torch.compiler.is_compiling():
         starts = _starts_of_positions(kwargs.get("position_ids"), q, k)
+        if starts is not None and attention_mask is not None:
+            call = replace(call, window=decode(attention_mask).window)
     if starts is not None:
         return _packed(call, *starts, bias), None
     return _masked(call, attention_mask, bias), None

@@ -220,6 +220,11 @@ def is_coded(mask: torch.Tensor) -> bool:
     return mask.dim() == 4 and mask.dtype == torch.int32
 
 
+def is_window_only(mask: torch.Tensor) -> bool:
+    """Whether a mask is the code of a window alone."""
+    return is_coded(mask) and mask.shape[1] == 0
+
+
 def decode(mask: torch.Tensor) -> Decoded:
     """Read a coded mask back. Raises: NotImplementedError for another int32 mask."""
     kind, width, last = mask.shape[1], mask.shape[2], mask.shape[3]

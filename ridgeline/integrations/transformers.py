@@ -44,7 +44,9 @@ def enable() -> None:
     flash = importlib.import_module("transformers.integrations.flash_attention")
     modeling.AttentionInterface.register(PACKAGE_NAME, flash.flash_attention_forward)
     masking.AttentionMaskInterface.register(PACKAGE_NAME, masking.flash_attention_mask)
-    _put_in_front(importlib.import_module("transformers.modeling_flash_attention_utils"))
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+    _put_in_front(utils)
+    _let_models_take_it(modeling.PreTrainedModel, utils)
 
 
 def _check_version() -> None:
@@ -78,3 +80,17 @@ def _put_in_front(flash_utils: Any) -> None:
         )
 
     flash_utils._lazy_imports = lazy_imports
+
+
+def _let_models_take_it(model_class: Any, flash_utils: Any) -> None:
+    """Let models that list the packages they know (gpt-oss does) take ours beside them."""
+    check = model_class._check_and_adjust_attn_implementation
+
+    @functools.wraps(check)
+    def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any):
+        if attn_implementation != PACKAGE_NAME or not self._supports_flash_attn:
+            return check(self, attn_implementation, *args, **kwargs)
+        flash_utils.lazy_import_flash_attention(PACKAGE_NAME)
+        return PACKAGE_NAME
+
+    model_class._check_and_adjust_attn_implementation = check_and_adjust

@@ -51,6 +51,7 @@ def model_of(family: str, **changes):
     name, options = FAMILIES[family]
     config = getattr(transformers, name)(**{**SIZES, **options, **changes})
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the grouped matmul knows no fp64
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

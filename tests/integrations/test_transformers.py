@@ -193,6 +193,8 @@ def test_gradient_checkpointing():
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_continuous_batching(family):
     """Our kernel package behind Transformers' paged cache."""
+    from transformers import ContinuousBatchingConfig
+
     model = model_of(family)
     prompts = [_tokens(1, n)[0].tolist() for n in (5, 12, 9)]
     want = [
@@ -204,7 +206,8 @@ def test_continuous_batching(family):
     ours = with_attention(model, plugin.PACKAGE_NAME)
     config = ours.generation_config
     config.max_new_tokens, config.do_sample, config.eos_token_id = 8, False, -1
-    answers = ours.generate_batch(prompts, generation_config=config, progress_bar=False)
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    answers = ours.generate_batch(prompts, config, sizes)
     got = [answer.generated_tokens for answer in answers.values()]
     assert got == [tokens.tolist() for tokens in want]
 
