@@ -104,16 +104,14 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 def _one_dtype(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One dtype for all: autocast's where it is on, else v's (adapters may leave q or k in fp32)."""
+    """One dtype for all: autocast's where it is on, else v's (adapters can leave q in fp32)."""
     to = v.dtype
     if torch.is_autocast_enabled(v.device.type):
         to = torch.get_autocast_dtype(v.device.type)
     return q.to(to), k.to(to), v.to(to)
 
 
-def _masked(
-    call: _Call, mask: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _masked(call: _Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """Attention under a mask of any of the accepted forms."""
     if mask is None:
         return _dense(call, bias)

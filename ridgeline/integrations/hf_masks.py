@@ -69,6 +69,8 @@ class MaskReader:
             return Pattern(causal=True)
         if function is self.full:
             return Pattern()
+        if torch.compiler.is_compiling():  # functions made while tracing have no cells to look into
+            return None
         code = getattr(function, "__code__", None)
         if code is None or function.__closure__ is None:
             return None
@@ -116,9 +118,7 @@ def make_mask_function(masking_utils: Any) -> MaskFunction:
         known, coded = False, None
         if pattern is not None:
             device = torch.device(kwargs.get("device", "cpu"))
-            known, coded = _coded(
-                pattern, size, (q_offset, kv_offset), attention_mask, device
-            )
+            known, coded = _coded(pattern, size, (q_offset, kv_offset), attention_mask, device)
         if known:
             return coded
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)

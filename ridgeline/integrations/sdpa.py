@@ -47,7 +47,11 @@ class RoutedSDPA(TorchFunctionMode):
         self.impl = impl
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is _torch_sdpa:
@@ -184,9 +188,7 @@ def _four_dims(
     return q, k, v, (*batch, *heads[0])
 
 
-def _as_bias(
-    mask: torch.Tensor, q: torch.Tensor, keys: int, lead: tuple[int, ...]
-) -> torch.Tensor:
+def _as_bias(mask: torch.Tensor, q: torch.Tensor, keys: int, lead: tuple[int, ...]) -> torch.Tensor:
     """A mask as a bias [B or 1, H or 1, S, T] in q's dtype."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)

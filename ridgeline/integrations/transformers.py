@@ -25,6 +25,8 @@ from ridgeline.integrations.hf_masks import make_mask_function
 
 NAME = "ridgeline"
 PACKAGE_NAME = "ridgeline_flash"
+PAGED_NAME = f"paged|{PACKAGE_NAME}"
+"""What continuous batching renames it to in the older of the versions taken."""
 LOWEST, BELOW = (5, 17), (6, 0)
 
 
@@ -45,6 +47,9 @@ def enable() -> None:
     modeling.AttentionInterface.register(PACKAGE_NAME, flash.flash_attention_forward)
     masking.AttentionMaskInterface.register(PACKAGE_NAME, masking.flash_attention_mask)
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+    if hasattr(utils, "lazy_import_paged_flash_attention"):
+        paged = importlib.import_module("transformers.integrations.flash_paged")
+        modeling.AttentionInterface.register(PAGED_NAME, paged.paged_attention_forward)
     _put_in_front(utils)
     _let_models_take_it(modeling.PreTrainedModel, utils)
 
@@ -69,7 +74,7 @@ def _put_in_front(flash_utils: Any) -> None:
 
     @functools.wraps(loader)
     def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation != PACKAGE_NAME:
+        if implementation not in (PACKAGE_NAME, PAGED_NAME):
             return loader(implementation, *args, **kwargs)
         return (
             kernel_package.flash_attn_func,
@@ -88,9 +93,10 @@ def _let_models_take_it(model_class: Any, flash_utils: Any) -> None:
 
     @functools.wraps(check)
     def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any):
-        if attn_implementation != PACKAGE_NAME or not self._supports_flash_attn:
+        ours = attn_implementation in (PACKAGE_NAME, PAGED_NAME)
+        if not ours or not self._supports_flash_attn:
             return check(self, attn_implementation, *args, **kwargs)
-        flash_utils.lazy_import_flash_attention(PACKAGE_NAME)
-        return PACKAGE_NAME
+        flash_utils.lazy_import_flash_attention(attn_implementation)
+        return attn_implementation
 
     model_class._check_and_adjust_attn_implementation = check_and_adjust

@@ -203,7 +203,9 @@ class _Layer(torch.nn.Module):
 
 
 def _ops(graph_module) -> list[str]:
-    return [str(node.target) for node in graph_module.graph.nodes if "ridgeline" in str(node.target)]
+    return [
+        str(node.target) for node in graph_module.graph.nodes if "ridgeline" in str(node.target)
+    ]
 
 
 def test_compile():

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from ridgeline.core.errors import UserError
-from ridgeline.integrations import hf_attention, transformers as plugin
-from tests.integrations.models import FAMILIES, VOCAB, WINDOW, model_of, wide_softmax, with_attention
+from ridgeline.integrations import hf_attention
+from ridgeline.integrations import transformers as plugin
+from tests.integrations.models import (
+    FAMILIES,
+    VOCAB,
+    WINDOW,
+    model_of,
+    wide_softmax,
+    with_attention,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 B, S = 2, 19
