@@ -194,7 +194,7 @@ def _packed(
         **call.options,
     )
     assert isinstance(out, torch.Tensor)
-    return out.unflatten(0, call.q.shape[:2])
+    return out.view(*call.q.shape[:2], *out.shape[1:])
 
 
 Starts = tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]

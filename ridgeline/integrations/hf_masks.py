@@ -99,7 +99,7 @@ def _intersection(patterns: list[Pattern | None]) -> Pattern | None:
     return whole
 
 
-def make_mask_function(masking_utils: Any) -> MaskFunction:
+def make_mask_function(masking_utils: Any) -> Callable[..., torch.Tensor | None]:
     """The mask function to register: coded where possible, else Transformers' own bool mask."""
     reader = MaskReader(masking_utils)
 

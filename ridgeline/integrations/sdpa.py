@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ridgeline.kernels.attention import flash_attn_func
 
 _torch_sdpa = F.scaled_dot_product_attention
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 _warned: set[str] = set()
 
 
@@ -87,14 +88,14 @@ def _sdpa(
 ) -> torch.Tensor:
     """Ours, or PyTorch's for what ours does not take."""
     scale, enable_gqa = options.pop("scale", None), options.pop("enable_gqa", False)
-    qkv = _one_dtype(query, key, value)
+    q, k, v = _one_dtype(query, key, value)
     reason = "an option of a newer PyTorch" if options else None
-    reason = reason or _not_ours(*qkv, attn_mask, dropout_p, is_causal, scale)
+    reason = reason or _not_ours(q, k, v, attn_mask, dropout_p, is_causal, scale)
     if reason is not None:
         _warn_once(reason)
         options.update(scale=scale, enable_gqa=enable_gqa)
         return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    q, k, v, lead = _four_dims(*qkv, enable_gqa)
+    q, k, v, lead = _four_dims(q, k, v, enable_gqa)
     bias = None if attn_mask is None else _as_bias(attn_mask, q, k.shape[2], lead)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     common = {"dropout_p": dropout_p, "softmax_scale": scale, "impl": impl}
@@ -116,13 +117,16 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> t
     return out
 
 
-def _one_dtype(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _one_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
     """Autocast's dtype where it is on: PyTorch casts for its own function only."""
-    device = qkv[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return qkv
+    device = q.device.type
+    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+        return q, k, v
     to = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(to) for x in qkv)
+    return q.to(to), k.to(to), v.to(to)
 
 
 def _not_ours(
@@ -140,7 +144,7 @@ def _not_ours(
     compiling = torch.compiler.is_compiling()
     if any(t.is_nested or (not compiling and type(t) not in known) for t in given):
         return "nested tensors and subclasses of Tensor"
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not compiling and _functorch.peek_interpreter_stack() is not None:
         return "vmap, and other transforms of torch.func"
     wide = query.device.type == "cpu" and query.dtype == torch.float64
     if query.device.type not in ("cpu", "cuda") or any(t.device != query.device for t in given):

@@ -202,7 +202,10 @@ def test_gradient_checkpointing():
 def test_continuous_batching(family):
     """Our kernel package behind Transformers' paged cache."""
     from transformers import ContinuousBatchingConfig
+    from transformers import modeling_flash_attention_utils as flash
 
+    if hasattr(flash, "lazy_import_paged_flash_attention") and not torch.cuda.is_available():
+        pytest.skip("the continuous batching of this version counts GPU memory only")
     model = model_of(family)
     prompts = [_tokens(1, n)[0].tolist() for n in (5, 12, 9)]
     want = [
