@@ -4,6 +4,7 @@ What ours take beyond FlashAttention's, by keyword only:
     sinks [H]                one logit a head in the softmax's denominator, differentiable
     bias [B|1, H|1, S, T]    added to the scores, differentiable
     seqused_q, seqused_k     int32 [B], used prefix of each sequence
+    leftpad_k                int32 [B], first key of each sequence (dense)
     dropout_seed, _offset    the dropout mask is a function of these (rng.py); drawn from torch's
                              generator where None
     impl                     an implementation's name; None lets the registry choose
@@ -46,6 +47,7 @@ def flash_attn_func(
     bias: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     impl: str | None = None,
@@ -68,6 +70,7 @@ def flash_attn_func(
         bias=bias,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
         alibi_slopes=alibi_slopes,
         seed_offset=_seed_offset(dropout_p, dropout_seed, dropout_offset),
         softmax_scale=_scale(q, softmax_scale),
