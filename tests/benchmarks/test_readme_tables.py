@@ -1,30 +1,44 @@
-"""The README's tables say what the result rows say."""
+"""The tables of README.md and docs/results.md say what the result rows say."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from ridgeline.core import registry
 
-_PATH = Path(__file__).parents[2] / "benchmarks" / "tables.py"
-_spec = importlib.util.spec_from_file_location("tables", _PATH)
-assert _spec is not None and _spec.loader is not None
-tables = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tables)
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-SHAPE = {"m": 1, "n": 4096, "k": 4096, "group_size": 128, "symmetric": True, "act_order": False}
+import readme_tables  # noqa: E402
+import result_rows  # noqa: E402
+import results_page  # noqa: E402
+import tables  # noqa: E402
+
+LINEAR = {"m": 1, "n": 4096, "k": 4096, "group_size": 128, "symmetric": True, "act_order": False}
+SQUARE = {
+    "batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "heads": 16, "kv_heads": 16,
+    "head_dim": 128, "causal": True, "window": None,
+}  # fmt: skip
 
 
 def _row(impl: str, median_us: float, run: str = "r1", **more) -> dict:
-    return {
-        "op": "w4a16", "impl": impl, "run": run, "gpu": "H200", "dtype": "bfloat16",
-        "shape": SHAPE, "median_us": median_us, "percent_of_ceiling": 71.4, "tbps": 3.1,
+    row = {
+        "op": "w4a16", "impl": impl, "run": run, "gpu": "NVIDIA H200", "dtype": "bfloat16",
+        "shape": LINEAR, "median_us": median_us, "p20_us": median_us, "p80_us": median_us,
+        "percent_of_ceiling": 71.4, "tbps": 3.1, "tflops": 600.0, "ceiling": 790.0,
         "commit": "0123456789abcdef", "date": "2026-11-29T10:00:00", **more,
     }  # fmt: skip
+    return row
+
+
+def _attention(impl: str, median_us: float, direction: str = "fwd", run: str = "r1", **more):
+    shape = {**SQUARE, **more.pop("shape", {})}
+    more = {"op": "attention", "direction": direction, "shape": shape, **more}
+    return _row(impl, median_us, run, **{"tflops": 1e6 / median_us, **more})
 
 
 @pytest.fixture
@@ -33,7 +47,7 @@ def written(tmp_path):
         path = tmp_path / "h200" / f"{op}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tables.load(tmp_path)
+        return result_rows.load(tmp_path)
 
     return write
 
@@ -42,45 +56,126 @@ def test_a_cell_is_the_newest_run_against_its_own_peers(written):
     rows = written(
         [
             _row("triton", 3.0), _row("marlin 1", 1.0),
-            _row("triton", 2.5, run="r2"), _row("cute_sm90", 2.0, run="r2"),
+            _row("ridgeline cute_sm90 lean", 1.5, run="r2"), _row("cute_sm90", 2.0, run="r2"),
             _row("machete 2", 2.5, run="r2"), _row("marlin 1", 4.0, run="r2"),
         ]
     )  # fmt: skip
-    [(ours, peer)] = tables.cells(rows)
-    assert (ours["impl"], ours["median_us"], peer["impl"]) == ("cute_sm90", 2.0, "machete 2")
-    text = tables.results_tables(rows)
-    assert "| H200 | w4a16 bfloat16 | m 1, n 4096, k 4096, group_size 128, symmetric |" in text
-    assert "| cute_sm90 | 3.1 TB/s (2 us) | 71% | machete 2: 0.80x its time |" in text
-    assert "| 2026-11-29, 01234567 |" in text
+    triton, cute = result_rows.current(rows)
+    assert (triton.impl, triton.best_peer_us()) == ("triton", 1.0)
+    assert (cute.impl, cute.row["median_us"], cute.best_peer_us()) == ("cute_sm90", 2.0, 2.5)
+    assert list(cute.peers) == ["Marlin", "Machete"] and list(cute.variants) == ["lean"]
+    assert readme_tables.ratio(cute) == "1.25"
+    newer = result_rows.current([*rows, {**rows[3], "run": "r3", "median_us": 1.9}])[1]
+    assert (newer.row["median_us"], newer.peers, newer.variants) == (1.9, {}, {})
+
+
+def test_shapes_are_compared_in_one_spelling():
+    one = _attention("triton", 1.0, shape={"window": 1024, "deterministic": False})
+    other = _attention("fa3 1", 1.0, shape={"window": [1023, 0], "head_dim_v": 128})
+    assert result_rows.shape_of(one) == result_rows.shape_of(other)
+    [cell] = result_rows.current([{**row, "gpu_folder": "h200"} for row in (one, other)])
+    assert list(cell.peers) == ["FlashAttention-3"]
+
+
+def test_the_hopper_table(written):
+    rows = written(
+        [
+            _attention("cute_sm90", 1000.0), _attention("fa3 vllm 1", 1250.0),
+            _attention("cudnn 91900", 2000.0),
+            _attention("cute_sm90", 500.0, shape={"seqlen_q": 4096, "seqlen_k": 4096}),
+        ],
+        "attention",
+    )  # fmt: skip
+    text = readme_tables.results_tables(rows)
+    assert "| forward | 128 | causal | 1000 | 800 | 500 | - | 1.25 |" in text
+    assert "| forward | 64 | full | - | - | - | - | - |" in text
+    assert "H200, 2026-11-29, commit 01234567, run r1. Peers: fa3 vllm 1, cudnn 91900." in text
+    assert "backward" not in text and "2000" not in text
+
+
+def test_the_triton_table(written):
+    rows = written(
+        [
+            _attention("triton", 2000.0), _attention("triton", 4000.0, "bwd"),
+            _attention("triton", 9000.0, "bwd", shape={"deterministic": True}),
+            _attention("flexattention (t)", 2500.0), _attention("fa2 t", 8000.0, "bwd"),
+        ],
+        "attention",
+    )  # fmt: skip
+    text = readme_tables.results_tables(rows)
+    assert "| 128 | causal | 500 / 250 | 400 / - | - / - | - / 125 | 1.25 / - |" in text
+
+
+def test_the_decode_table(written):
+    def row(tbps: float, **shape) -> dict:
+        kind = {"seqlen_q": 1, "seqlen_k": 8192, "batch": 32, "heads": 32, "kv_heads": 8, **shape}
+        return _attention("triton", 10.0, "decode", shape=kind, tbps=tbps)
+
+    rows = written([row(4.0), row(3.5, page_size=16), row(2.0, batch=1)], "attention")
+    text = readme_tables.results_tables(rows)
+    assert "| batch x keys | queries | contiguous | pages of 16 |" in text
+    assert "| 32 x 8k | 1 | 4.00 (71%) | 3.50 (71%) |\n" in text + "\n"
+    assert "| 1 x 8k | 1 | 2.00 (71%) | - |" in text
+
+
+def test_the_w4a16_table_shows_no_variant(written):
+    rows = written(
+        [
+            _row("ridgeline cute_sm90", 2.0), _row("ridgeline cute_sm90 lean", 1.0),
+            _row("cublas bf16", 5.0),
+            _row("ridgeline cute_sm90", 20.0, shape={**LINEAR, "m": 64}),
+            _row("ridgeline cute_sm90", 20.0, shape={**LINEAR, "m": 4}),
+        ]
+    )  # fmt: skip
+    text = readme_tables.results_tables(rows)
+    assert "| 4,096 -> 4,096 | 2.00 / 5.00 (71%) | - | - | 20.0 / - (71%) | - |" in text
+
+
+def test_the_page_has_every_current_row(written):
+    rows = written(
+        [
+            _row("ridgeline cute_sm90", 2.0, error=0.002), _row("cublas bf16", 5.0),
+            _row("ridgeline cute_sm90 batch-invariant", 3.0),
+            _row("ridgeline cute_sm90", 4.0, shape={**LINEAR, "act_order": True, "m": 3}),
+        ]
+    )  # fmt: skip
+    text = results_page.page(rows)
+    assert "## w4a16, `cute_sm90`, bfloat16, H200" in text
+    assert "| batch-invariant, us | cuBLAS, us | ours : best peer |" in text
+    line = "| 4,096 | 4,096 | 1 | 128 | - | 2.00 | 2.00 to 2.00 | 600 | 71% | 0.002 | 3.00 | 5.00 |"
+    assert f"{line} 2.50 |" in text
+    assert "| 4,096 | 4,096 | 3 | 128 | act order | 4.00 |" in text
+
+
+def test_the_page_holds_the_measured_rows():
+    """Every row of the newest run of each cell is a line of docs/results.md."""
+    rows = result_rows.load(ROOT / "benchmarks" / "results")
+    kernels = [row for row in rows if row["op"] in ("attention", "w4a16")]
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    cells = result_rows.current(kernels)
+    lines = [line for line in text.splitlines() if line.startswith("| ") and " to " in line]
+    assert len([line for line in lines if "p20" not in line]) >= len(cells) > 100
+    for cell in cells:
+        assert f" {result_rows.us_text(cell.row['median_us'])} |" in text
 
 
 def test_no_peer_and_no_rows(written):
-    assert "| - |" in tables.results_tables(written([_row("triton", 3.0)]))
-    assert tables.results_tables([]) == "No result rows yet."
-
-
-def test_the_headline_is_the_longest_cell_of_its_kind(written):
-    wide = {**SHAPE, "n": 28672}
-    many = {**SHAPE, "m": 4096}
-    rows = written(
-        [
-            _row("triton", 2.0), _row("triton", 9.0, shape=wide),
-            _row("triton", 500.0, shape=many, tflops=600.0),
-        ]
-    )  # fmt: skip
-    shown = tables.headline(tables.cells(rows))
-    assert sorted(row["median_us"] for row, _ in shown) == [9.0, 500.0]
-    assert "600 TFLOP/s (500 us)" in tables.results_tables(rows)
+    text = readme_tables.results_tables(written([_row("cute_sm90", 3.0)]))
+    assert "3.00 / - (71%)" in text and "Peers" not in text
+    assert readme_tables.results_tables([]) == "No result rows yet."
 
 
 def test_quantization_rows(written):
     row = {
         "op": "quantize", "gpu": "cpu", "model": "SmolLM2", "method": "gptq", "bits": 4,
-        "group_size": 64, "symmetric": True, "act_order": True, "ppl_before": 14.5,
+        "group_size": 64, "symmetric": True, "act_order": "static", "ppl_before": 14.5,
         "ppl_after": 17.25, "seconds": 93.4, "commit": "abcdef0123", "date": "2026-11-29",
+        "run": "r1", "kl": 0.1, "top1_agreement": 0.8,
     }  # fmt: skip
-    text = tables.results_tables(written([row], "quantize"))
-    assert "| gptq, 4 bits, group 64 | symmetric | 14.500 | 17.250 | 93 |" in text
+    rows = written([row, {**row, "ppl_after": 17.5}], "quantize")
+    text = readme_tables.results_tables(rows)
+    assert "| gptq, 4 bits, group 64, symmetric, order static, 2 seeds | 14.500 |" in text
+    assert "| 17.250 to 17.500 | 0.100 | 0.800 | 93 | CPU, 2026-11-29, abcdef01 |" in text
 
 
 def test_support_lists_every_implementation():

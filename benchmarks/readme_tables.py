@@ -1,0 +1,275 @@
+"""The measured tables of README.md: what each kernel does beside its peers, on few lines.
+
+Each function takes cells and returns a caption and a table, or "" where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from result_rows import (
+    Cell,
+    Row,
+    current,
+    gpu_text,
+    length_text,
+    markdown,
+    peer_names,
+    sources,
+    us_text,
+)
+
+TOKENS = 16384
+"""Tokens of the attention cells shown: where every peer is at its best."""
+HEAD_DIMS = (64, 128, 256)
+ROWS = (1, 8, 16, 64, 1024)
+"""Rows of activations shown for W4A16."""
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
+def results_tables(rows: list[Row]) -> str:
+    """Kernels beside their peers, then quantization, training and serving, as there are rows."""
+    cells = current(row for row in rows if row["op"] in ("attention", "w4a16"))
+    parts = []
+    for gpu in sorted({cell.row["gpu_folder"] for cell in cells}):
+        here = [cell for cell in cells if cell.row["gpu_folder"] == gpu]
+        parts += [hopper_table(here), triton_table(here), decode_table(here), w4a16_table(here)]
+    parts += [quantize_table(rows), train_table(rows), serve_table(rows)]
+    return "\n\n".join(part for part in parts if part) or "No result rows yet."
+
+
+def plain(cells: list[Cell], impl: str) -> dict[tuple[str, int, bool], Cell]:
+    """(direction, head dim, causal) -> the cell of as many keys as queries and no other option."""
+    allowed = {"batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "causal"}
+    return {
+        (cell.row["direction"], cell.shape["head_dim"], "causal" in cell.shape): cell
+        for cell in cells
+        if cell.row["op"] == "attention"
+        and cell.impl == impl
+        and cell.row["dtype"] == "bfloat16"
+        and cell.row["direction"] in DIRECTIONS
+        and cell.shape.keys() <= allowed
+        and cell.shape["seqlen_q"] == cell.shape["seqlen_k"] == TOKENS
+        and cell.shape["heads"] == cell.shape["kv_heads"]
+    }
+
+
+def rate(row: Row | None) -> str:
+    """TFLOP/s of a row, "-" without one."""
+    return f"{row['tflops']:.0f}" if row else "-"
+
+
+def ratio(cell: Cell | None, peer: str | None = None) -> str:
+    """How many times as fast as a peer, or as the fastest of the run."""
+    if cell is None or not cell.peers or (peer and peer not in cell.peers):
+        return "-"
+    us = cell.peers[peer]["median_us"] if peer else cell.best_peer_us()
+    return f"{us / cell.row['median_us']:.2f}"
+
+
+def caption(title: str, cells: list[Cell]) -> str:
+    """What is in a table, where it was measured, and who the peers are."""
+    peers = peer_names(cells)
+    return f"{title} {sources(cells)}." + (f" Peers: {peers}." if peers else "")
+
+
+def hopper_table(cells: list[Cell]) -> str:
+    """The Hopper kernel, one line a pass, head dim and mask."""
+    found = plain(cells, "cute_sm90")
+    columns = ("FlashAttention-3", "cuDNN", "FlashAttention-2")
+    body = []
+    for direction in (name for name in DIRECTIONS if any(key[0] == name for key in found)):
+        for dim in HEAD_DIMS:
+            for causal in (False, True):
+                cell = found.get((direction, dim, causal))
+                peers = [cell.peers.get(name) if cell else None for name in columns]
+                body.append(
+                    (
+                        DIRECTIONS[direction], str(dim), "causal" if causal else "full",
+                        rate(cell.row if cell else None), *map(rate, peers), ratio(cell),
+                    )
+                )  # fmt: skip
+    header = ("pass", "head dim", "mask", "`cute_sm90`", *columns, "ours : best peer")
+    title = (
+        f"**Attention on Hopper**, TFLOP/s (causal counts half the pairs), bf16, "
+        f"{length_text(TOKENS)} tokens, hidden 2,048."
+    )
+    return f"{caption(title, list(found.values()))}\n\n{markdown(header, body)}" if body else ""
+
+
+def triton_table(cells: list[Cell]) -> str:
+    """The portable kernel, forward / backward in one cell."""
+    found = plain(cells, "triton")
+    columns = ("FlexAttention", "cuDNN", "FlashAttention-2")
+    body = []
+    for dim in sorted({key[1] for key in found}):
+        for causal in (False, True):
+            both = [found.get((direction, dim, causal)) for direction in DIRECTIONS]
+            body.append(
+                (
+                    str(dim), "causal" if causal else "full",
+                    " / ".join(rate(cell.row if cell else None) for cell in both),
+                    *(
+                        " / ".join(rate(cell.peers.get(name) if cell else None) for cell in both)
+                        for name in columns
+                    ),
+                    " / ".join(ratio(cell, "FlexAttention") for cell in both),
+                )
+            )  # fmt: skip
+    header = ("head dim", "mask", "`triton`", *columns, "ours : FlexAttention")
+    title = (
+        f"**Attention in Triton**, TFLOP/s forward / backward, bf16, {length_text(TOKENS)} tokens, "
+        "hidden 2,048."
+    )
+    return f"{caption(title, list(found.values()))}\n\n{markdown(header, body)}" if body else ""
+
+
+def decode_table(cells: list[Cell]) -> str:
+    """Decode: a line a batch, a column a page size."""
+    found = [c for c in cells if c.row["op"] == "attention" and c.row["direction"] == "decode"]
+    if not found:
+        return ""
+    impl = found[-1].impl
+    found = [c for c in found if c.impl == impl]
+    pages = sorted({c.shape.get("page_size", 0) for c in found}, key=lambda page: (page > 0, -page))
+    by_line: dict[tuple[int, ...], dict[int, Cell]] = {}
+    for c in found:
+        line = (c.shape["seqlen_q"], c.shape["batch"], c.shape["seqlen_k"])
+        by_line.setdefault(line, {})[c.shape.get("page_size", 0)] = c
+    body = []
+    for (queries, batch, keys), line in sorted(by_line.items()):
+        values = [
+            f"{c.row['tbps']:.2f} ({c.row['percent_of_ceiling']:.0f}%)" if c else "-"
+            for c in map(line.get, pages)
+        ]
+        body.append((f"{batch} x {length_text(keys)}", str(queries), *values))
+    header = [f"pages of {page}" if page else "contiguous" for page in pages]
+    first = found[0].shape
+    title = (
+        f"**Decode (`{impl}`)**, TB/s of keys and values read (of the ceiling), bf16, "
+        f"{first['heads']} query heads on {first['kv_heads']}, head dim {first['head_dim']}."
+    )
+    table = markdown(("batch x keys", "queries", *header), body)
+    return f"{caption(title, found)}\n\n{table}"
+
+
+def w4a16_table(cells: list[Cell]) -> str:
+    """W4A16: a line a layer, a column a number of rows."""
+    found = [
+        c
+        for c in cells
+        if c.row["op"] == "w4a16" and c.impl == "cute_sm90" and c.shape["m"] in ROWS
+    ]
+    layers: dict[tuple[int, int], dict[int, Cell]] = {}
+    for c in found:
+        layers.setdefault((c.shape["k"], c.shape["n"]), {})[c.shape["m"]] = c
+    body = []
+    for (k, n), line in sorted(layers.items()):
+        texts = []
+        for c in map(line.get, ROWS):
+            peer = c.peers.get("cuBLAS") if c else None
+            texts.append(
+                f"{us_text(c.row['median_us'])} / {us_text(peer['median_us']) if peer else '-'} "
+                f"({c.row['percent_of_ceiling']:.0f}%)"
+                if c
+                else "-"
+            )
+        body.append((f"{k:,} -> {n:,}", *texts))
+    if not body:
+        return ""
+    title = (
+        "**W4A16 (`cute_sm90`)**, microseconds of ours / cuBLAS on bf16 weights (roofline floor in "
+        f"% of ours), by rows M; groups of {found[0].shape['group_size']}, symmetric."
+    )
+    header = ("layer K -> N", *(f"M = {m:,}" for m in ROWS))
+    return f"{caption(title, found)}\n\n{markdown(header, body)}"
+
+
+def newest(rows: list[Row], op: str, keys: tuple[str, ...]) -> list[list[Row]]:
+    """Rows of an op by `keys`, of each only those of its newest run."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["op"] == op:
+            groups.setdefault(repr([row.get(key) for key in keys]), []).append(row)
+    return [[r for r in group if r["run"] == group[-1]["run"]] for group in groups.values()]
+
+
+def measured(row: Row) -> str:
+    """Device, date and commit of a row."""
+    return f"{gpu_text(row)}, {row['date'][:10]}, {row['commit'][:8]}"
+
+
+def spread(group: list[Row], key: str, digits: int) -> str:
+    """A figure; with several seeds its least and most."""
+    values = [row[key] for row in group if row.get(key) is not None]
+    if not values:
+        return "-"
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def quantize_table(rows: list[Row]) -> str:
+    """Quantization: perplexity, agreement and time, by method and layout."""
+    keys = ("gpu_folder", "model", "method", "bits", "group_size", "symmetric", "act_order")
+    body = []
+    for group in newest(rows, "quantize", (*keys, "options")):
+        row, seeds = group[-1], len(group)
+        order = row.get("act_order")
+        kind = "symmetric" if row["symmetric"] else "asymmetric"
+        body.append(
+            (
+                row["model"],
+                f"{row['method']}, {row['bits']} bits, group {row['group_size']}, {kind}"
+                + (f", order {order}" if isinstance(order, str) and row["method"] != "rtn" else "")
+                + _options_text(row)
+                + (f", {seeds} seeds" if seeds > 1 else ""),
+                f"{row['ppl_before']:.3f}", spread(group, "ppl_after", 3),
+                spread(group, "kl", 3), spread(group, "top1_agreement", 3),
+                spread(group, "seconds", 0), measured(row),
+            )
+        )  # fmt: skip
+    header = (
+        "model", "quantization", "perplexity before", "after", "KL", "same first token", "seconds",
+        "measured",
+    )  # fmt: skip
+    return markdown(header, body) if body else ""
+
+
+def _options_text(row: Row) -> str:
+    """What a row's method was told beside the layout, where it is not GPTQ's default."""
+    options = row.get("options") or {}
+    if row["method"] == "rtn":
+        return ""
+    return "".join(f", {name.replace('_', ' ')} {value}" for name, value in options.items())
+
+
+def train_table(rows: list[Row]) -> str:
+    """Training: tokens a second and the share of the arithmetic used."""
+    keys = ("gpu_folder", "model", "impl", "layout", "seqlen")
+    body = [
+        (
+            row["model"], row.get("impl", "ours"),
+            ", ".join(f"{k} {v}" for k, v in row["layout"].items() if v) or "one device",
+            str(row["seqlen"]), f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{100 * row['mfu_noncausal']:.1f}% / {100 * row['mfu_causal']:.1f}%", measured(row),
+        )
+        for row in (group[-1] for group in newest(rows, "train", keys))
+    ]  # fmt: skip
+    header = (
+        "training", "impl", "layout", "seqlen", "tokens/s a device", "MFU non-causal / causal",
+        "measured",
+    )  # fmt: skip
+    return markdown(header, body) if body else ""
+
+
+def serve_table(rows: list[Row]) -> str:
+    """Serving: tokens a second by weights and batch."""
+    keys = ("gpu_folder", "model", "impl", "weights", "batch", "load")
+    body = [
+        (
+            row["model"], row.get("impl", "ours"), row["weights"],
+            str(row.get("batch", row.get("load"))), f"{row['tokens_per_s']:,.0f}",
+            f"{row['tbps']:.3g}" if row.get("tbps") else "-", measured(row),
+        )
+        for row in (group[-1] for group in newest(rows, "serve", keys))
+    ]  # fmt: skip
+    header = ("serving", "impl", "weights", "batch", "tokens/s", "TB/s", "measured")
+    return markdown(header, body) if body else ""
