@@ -31,6 +31,7 @@ def explain(config: Query) -> Result:
         "module": decision.chosen.module,
         "reason": decision.reason,
         "config": _config_dict(decision.config),
+        "config_source": decision.config_source,
         "impls": [
             {
                 "name": impl.name,
@@ -63,7 +64,7 @@ def show(result: Result) -> str:
         f"on {result['arch']} ({result['device']})",
         "",
         f"kernel     {result['chosen']}, {result['reason']} ({result['module']})",
-        f"tile       {_config_text(result['config'])}",
+        f"tile       {_tile_text(result['config'], result['config_source'])}",
         f"work       {flops_text(result['flops'])}, {bytes_text(result['bytes'])} at the least: "
         f"{number(result['intensity'])} FLOP/byte",
         f"ridge      {number(result['ridge'])} FLOP/byte in {dtype}: "
@@ -95,17 +96,26 @@ def _verdict(impl: dict[str, Any], chosen: str) -> str:
     return ("chosen" if impl["name"] == chosen else "would accept") + lacks
 
 
+_SOURCES = {"tuned": "tuned on this machine", "table": "from the shipped table"}
+
+
+def _tile_text(config: Any, source: str | None) -> str:
+    text = config_text(config)
+    return f"{text} ({_SOURCES.get(source, source)})" if source else text
+
+
 def _config_dict(config: Any) -> Any:
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
 
 
-def _config_text(config: Any) -> str:
+def config_text(config: Any) -> str:
+    """A config's fields in words."""
     if not isinstance(config, dict):
         return "left to the implementation" if config is None else str(config)
     parts = []
     for name, value in config.items():
         if isinstance(value, dict):
-            parts.append(f"{name} ({_config_text(value)})")
+            parts.append(f"{name} ({config_text(value)})")
         elif value is True:
             parts.append(name)
         elif value not in (False, None):

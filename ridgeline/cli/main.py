@@ -28,6 +28,8 @@ COMMANDS: dict[str, str] = {
     "quickstart": "The whole path on real weights, from perplexity to 4 bits, ending in a report.",
     "doctor": "What this machine has, which implementations run on it, and its measured ceilings.",
     "explain": "Which kernel and tile a problem gets, why others refuse, and its roofline floor.",
+    "tune": "Time the valid tiles of a kernel on this machine's GPU and keep the fastest.",
+    "warmup": "Compile the Hopper kernels into the user cache, with or without a GPU.",
     "train": "Train a decoder on text files.",
     "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
     "eval": "Perplexity of a model folder on a text file.",

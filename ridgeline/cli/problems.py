@@ -6,7 +6,7 @@ typical problem of its op. A new op joins by adding its dataclass to QUERIES.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 # Importing an op's module registers its implementations; their own modules load when chosen.
@@ -29,8 +29,8 @@ class Query(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionQuery:
-    """Attention: O = softmax(scale Q K^T + mask) V, the call of one layer."""
+class AttentionShape:
+    """Shapes and options of one attention call, what a kernel's speed hangs on."""
 
     seqlen: int
     """Query tokens of a sequence, at least 1."""
@@ -68,18 +68,8 @@ class AttentionQuery:
     """Sequences packed by cu_seqlens."""
     page_size: int | None = None
     """Tokens of a page of the KV cache; contiguous unless given."""
-    kv_cache: bool = False
-    """A call of flash_attn_with_kvcache (decode)."""
-    needs_grad: bool = False
-    """A backward pass will follow."""
-    deterministic: bool = False
-    """The backward must be bitwise repeatable."""
     direction: Literal["fwd", "bwd"] = "fwd"
-    """Which pass to cost."""
-    arch: str = "auto"
-    """cpu, sm80, sm86, sm89, sm90 or sm100, present or not; auto: this machine's."""
-    impl: str = "auto"
-    """An implementation by name; auto: the best that accepts."""
+    """The forward or the backward pass."""
 
     def __post_init__(self) -> None:
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
@@ -90,7 +80,7 @@ class AttentionQuery:
                 _at_least_one(name, value)
         if self.heads % kv_heads:
             raise bad_value(
-                "explain", "heads", f"be a multiple of kv_heads ({kv_heads})", self.heads,
+                "attention", "heads", f"be a multiple of kv_heads ({kv_heads})", self.heads,
                 "give counts that divide",
             )  # fmt: skip
 
@@ -115,10 +105,35 @@ class AttentionQuery:
             bias=self.bias,
             varlen=self.varlen,
             page_size=self.page_size,
-            kv_cache=self.kv_cache or self.page_size is not None,
-            needs_grad=self.needs_grad or self.direction == "bwd",
-            deterministic=self.deterministic,
+            kv_cache=self.page_size is not None,
+            needs_grad=self.direction == "bwd",
             direction=self.direction,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionQuery(AttentionShape):
+    """Attention: O = softmax(scale Q K^T + mask) V, the call of one layer."""
+
+    kv_cache: bool = False
+    """A call of flash_attn_with_kvcache (decode)."""
+    needs_grad: bool = False
+    """A backward pass will follow."""
+    deterministic: bool = False
+    """The backward must be bitwise repeatable."""
+    arch: str = "auto"
+    """cpu, sm80, sm86, sm89, sm90 or sm100, present or not; auto: this machine's."""
+    impl: str = "auto"
+    """An implementation by name; auto: the best that accepts."""
+
+    def problem(self) -> AttentionProblem:
+        """The problem that the flags describe."""
+        base = AttentionShape.problem(self)
+        return replace(
+            base,
+            kv_cache=self.kv_cache or base.kv_cache,
+            needs_grad=self.needs_grad or base.needs_grad,
+            deterministic=self.deterministic,
         )
 
 
@@ -203,4 +218,4 @@ def best_device() -> str:
 
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
-        raise bad_value("explain", name, "be at least 1", value, "give a positive count")
+        raise bad_value("problem", name, "be at least 1", value, "give a positive count")

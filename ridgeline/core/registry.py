@@ -53,6 +53,8 @@ class Impl:
     """True where being chosen automatically deserves a warning on that machine's GPU."""
     config: Callable[[Any, Arch], Any] | None = None
     """The pure function (problem, arch) -> tile config, for `explain`; None: no tile."""
+    config_source: Callable[[Any, Arch], str] | None = None
+    """Where that config comes from (tuned | table | fallback), for `explain`."""
     summary: str = ""
     """One line for tables."""
 
@@ -69,6 +71,8 @@ class Decision:
     refusals: dict[str, str | None]
     """Implementation name -> why not (None: it would have accepted)."""
     config: Any
+    config_source: str | None
+    """tuned | table | fallback; None where the implementation has one source."""
     floor: Floor
     cost: Cost
 
@@ -154,6 +158,7 @@ def explain(problem: Any, arch: Arch, impl: str | None = None) -> Decision:
         reason=_asked(problem.op, impl)[1],
         refusals={c.name: refusal(c, problem, arch) for c in impls(problem.op)},
         config=chosen.config(problem, arch) if chosen.config else None,
+        config_source=chosen.config_source(problem, arch) if chosen.config_source else None,
         floor=floor(cost, arch.ceilings, problem.dtype),
         cost=cost,
     )

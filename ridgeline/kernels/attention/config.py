@@ -1,16 +1,20 @@
 """Tile configs of the Triton attention kernels: a table by measurement, one validity predicate.
 
-`attention_config(problem, arch)` is pure. For 16-bit inputs on sm90 it reads a table by (head dim,
-mask), measured on an H200 (benchmarks/results/h200/attention.jsonl, docs/log/attention_triton.md);
-elsewhere the largest plain tile that `is_valid` accepts. `candidates` lists what a tuner may try.
+`attention_config(problem, arch, tuned)` is pure. What `ridgeline tune` measured on the machine at
+hand comes first (`tuned`; without the argument the user cache's table, read once a process). For
+16-bit inputs on sm90 there is a table by (head dim, mask), measured on an H200
+(benchmarks/results/h200/attention.jsonl, docs/log/attention_triton.md); elsewhere the largest plain
+tile that `is_valid` accepts. `candidates` and `decode_candidates` list what a tuner may try.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
+from ridgeline.core import tuned as store
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
 from ridgeline.kernels.attention.problem import AttentionProblem
@@ -49,6 +53,10 @@ class DecodeConfig:
     num_splits: int
 
 
+Tuned = Mapping[str, TileConfig | DecodeConfig]
+"""`tuning_key` -> what was measured to be fastest."""
+
+
 def next_power_of_2(n: int) -> int:
     """The least power of two that is n or more."""
     return 1 << max(0, n - 1).bit_length()
@@ -67,7 +75,7 @@ def smem_bytes(problem: AttentionProblem, kernel: str, tile: TileConfig) -> int:
     d, dv = block_dims(problem)
     size = itemsize_bytes(problem.dtype)
     m, n = tile.block_m, tile.block_n
-    if kernel == "fwd":
+    if kernel in ("fwd", "decode"):
         return size * (m * d + tile.num_stages * n * (d + dv))
     if kernel == "dq":
         return size * (m * (d + dv) + tile.num_stages * n * (d + dv))
@@ -78,8 +86,10 @@ def accumulators(problem: AttentionProblem, kernel: str, tile: TileConfig) -> in
     """32-bit registers a thread that the products' results take at the same time."""
     d, dv = block_dims(problem)
     m, n = tile.block_m, tile.block_n
+    forward = m * dv + m * n + m * n // 2
     elements = {
-        "fwd": m * dv + m * n + m * n // 2,
+        "fwd": forward,
+        "decode": forward,
         "dq": m * d + 2 * m * n,
         "dkdv": n * (d + dv) + 2 * m * n,
     }[kernel]
@@ -87,13 +97,13 @@ def accumulators(problem: AttentionProblem, kernel: str, tile: TileConfig) -> in
 
 
 def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfig) -> str | None:
-    """Why a tile cannot run on an architecture, or None. kernel: fwd, dq, dkdv."""
+    """Why a tile cannot run on an architecture, or None. kernel: fwd, dq, dkdv, decode."""
     for name, value in (("block_m", tile.block_m), ("block_n", tile.block_n)):
         if value < 16 or value & (value - 1):
             return f"{name} {value} is not a power of two of 16 or more"
     if tile.num_warps not in (1, 2, 4, 8):
         return f"num_warps {tile.num_warps} is not 1, 2, 4 or 8"
-    if tile.block_m < 8 * tile.num_warps and kernel != "dkdv":
+    if tile.block_m < 8 * tile.num_warps and kernel in ("fwd", "dq"):
         return f"block_m {tile.block_m} leaves {tile.num_warps} warps less than 8 rows each"
     if tile.block_n < 8 * tile.num_warps and kernel == "dkdv":
         return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 8 rows each"
@@ -191,39 +201,127 @@ def _is_hopper_table(problem: AttentionProblem, arch: Arch) -> bool:
     return arch.name == "sm90" and itemsize_bytes(problem.dtype) == 2
 
 
-def forward_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
+def tuning_key(problem: AttentionProblem, kernel: str) -> str:
+    """What a measured tile holds for: the same code, and lengths up to the same power of two."""
+    parts = [kernel, problem.dtype, f"d{problem.head_dim}", f"dv{problem.head_dim_v}"]
+    parts += [_mask_kind(problem), f"group{problem.heads // problem.kv_heads}"]
+    parts += [f"q{next_power_of_2(problem.seqlen_q)}", f"k{next_power_of_2(problem.seqlen_k)}"]
+    if problem.page_size is not None:
+        parts.append(f"page{problem.page_size}")
+    if kernel == "decode":
+        parts.append(f"rows{next_power_of_2(problem.batch * problem.kv_heads)}")
+    parts += [name for name in ("dropout", "alibi", "bias", "varlen") if getattr(problem, name)]
+    return " ".join([*parts, "softcap"] if problem.softcap else parts)
+
+
+def read_tuned(entries: Mapping[str, Any]) -> tuple[dict[str, TileConfig | DecodeConfig], list]:
+    """(configs, keys that hold none) of a stored table."""
+    found: dict[str, TileConfig | DecodeConfig] = {}
+    wrong = []
+    for key, entry in entries.items():
+        try:
+            config = dict(entry["config"])
+            if key.startswith("decode "):
+                tile = TileConfig(**config["tile"])
+                found[key] = DecodeConfig(tile=tile, num_splits=int(config["num_splits"]))
+            else:
+                found[key] = TileConfig(**config)
+        except (KeyError, TypeError, ValueError):
+            wrong.append(key)
+    return found, wrong
+
+
+_kept: dict[tuple[str, str], Tuned] = {}
+
+
+def kept_table(arch: Arch) -> Tuned:
+    """The device's table in the user cache, read once a process; what is no config is left out
+    with one warning."""
+    name = (arch.name, arch.device)
+    if name not in _kept:
+        _kept[name], wrong = read_tuned(store.load("attention", arch))
+        if wrong:
+            store.warn(store.path(arch), f"no tile in {', '.join(map(repr, wrong))}")
+    return _kept[name]
+
+
+def forget_kept() -> None:
+    """Read the user cache again at the next call."""
+    _kept.clear()
+
+
+def _tuned_for(problem: AttentionProblem, arch: Arch, kernel: str, tuned: Tuned | None) -> Any:
+    """What was measured for a problem, if it can run."""
+    tuned = kept_table(arch) if tuned is None else tuned
+    if not tuned:
+        return None
+    config = tuned.get(tuning_key(problem, kernel))
+    tile = config.tile if isinstance(config, DecodeConfig) else config
+    return config if tile and is_valid(problem, arch, kernel, tile) is None else None
+
+
+def _choose(
+    problem: AttentionProblem, arch: Arch, kernel: str, tuned: Tuned | None
+) -> tuple[TileConfig, str]:
+    """(tile, tuned | table | fallback) of fwd, dkdv or dq."""
+    if measured := _tuned_for(problem, arch, kernel, tuned):
+        return measured, "tuned"
+    if _is_hopper_table(problem, arch):
+        place = (_bucket(problem), _mask_kind(problem))
+        tile = _FORWARD_SM90[place] if kernel == "fwd" else getattr(_BACKWARD_SM90[place], kernel)
+        if is_valid(problem, arch, kernel, tile) is None:
+            return tile, "table"
+    return _fallback(problem, arch, kernel), "fallback"
+
+
+def forward_tile(problem: AttentionProblem, arch: Arch, tuned: Tuned | None = None) -> TileConfig:
     """The forward kernel's tile."""
-    if _is_hopper_table(problem, arch):
-        tile = _FORWARD_SM90[_bucket(problem), _mask_kind(problem)]
-        if is_valid(problem, arch, "fwd", tile) is None:
-            return tile
-    return _fallback(problem, arch, "fwd")
+    return _choose(problem, arch, "fwd", tuned)[0]
 
 
-def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
+def backward_config(
+    problem: AttentionProblem, arch: Arch, tuned: Tuned | None = None
+) -> BackwardConfig:
     """The backward kernels' tiles."""
-    chosen = {kernel: _fallback(problem, arch, kernel) for kernel in ("dkdv", "dq")}
-    if _is_hopper_table(problem, arch):
-        found = _BACKWARD_SM90[_bucket(problem), _mask_kind(problem)]
-        for kernel, tile in (("dkdv", found.dkdv), ("dq", found.dq)):
-            if is_valid(problem, arch, kernel, tile) is None:
-                chosen[kernel] = tile
-    return BackwardConfig(**chosen)
+    dkdv, dq = (_choose(problem, arch, kernel, tuned)[0] for kernel in ("dkdv", "dq"))
+    return BackwardConfig(dkdv=dkdv, dq=dq)
 
 
 def attention_config(
-    problem: AttentionProblem, arch: Arch
+    problem: AttentionProblem, arch: Arch, tuned: Tuned | None = None
 ) -> TileConfig | BackwardConfig | DecodeConfig:
     """The config of a problem, by its direction."""
     if problem.direction == "bwd":
-        return backward_config(problem, arch)
+        return backward_config(problem, arch, tuned)
     if takes_decode(problem):
-        return decode_config(problem, arch)
-    return forward_tile(problem, arch)
+        return decode_config(problem, arch, tuned=tuned)
+    return forward_tile(problem, arch, tuned)
+
+
+def config_source(problem: AttentionProblem, arch: Arch, tuned: Tuned | None = None) -> str:
+    """Where `attention_config` has it from: tuned (on this machine), table (measured on an H200) or
+    fallback (the largest plain tile that is valid)."""
+    kernels = kernels_of(problem)
+    if kernels == ("decode",):
+        if _tuned_for(problem, arch, "decode", tuned):
+            return "tuned"
+        return "table" if _is_hopper_table(problem, arch) else "fallback"
+    found = {kernel: _choose(problem, arch, kernel, tuned)[1] for kernel in kernels}
+    if len(set(found.values())) == 1:
+        return found[kernels[0]]
+    return ", ".join(f"{kernel} {source}" for kernel, source in found.items())
+
+
+def kernels_of(problem: AttentionProblem) -> tuple[str, ...]:
+    """The kernels with tiles that a problem runs."""
+    if problem.direction == "bwd":
+        return ("dkdv", "dq")
+    return ("decode",) if takes_decode(problem) else ("fwd",)
 
 
 MAX_DECODE_ROWS = 64
 """Query heads of a group times queries, up to which the split-KV kernel is used."""
+MAX_SPLITS = 256
 _SPLIT_OVERHEAD_US, _MERGE_US = 2.0, 3.0
 
 
@@ -252,16 +350,22 @@ def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
     return _tile(block_m, 16, 4, 1)
 
 
-def decode_config(problem: AttentionProblem, arch: Arch, num_splits: int = 0) -> DecodeConfig:
-    """Tile and splits of a decode problem; num_splits 0 takes the fastest by a model of the waves.
+def decode_config(
+    problem: AttentionProblem, arch: Arch, num_splits: int = 0, tuned: Tuned | None = None
+) -> DecodeConfig:
+    """Tile and splits of a decode problem; num_splits 0 takes what was tuned, else the fastest by a
+    model of the waves.
 
     A wave of two blocks a multiprocessor reads at the memory's rate; a block costs 2 us beyond its
     reads and a merge 3 us.
     """
-    tile = decode_tile(problem, arch)
+    measured = _tuned_for(problem, arch, "decode", tuned)
+    tile = measured.tile if measured else decode_tile(problem, arch)
     tiles = max(1, -(-problem.seqlen_k // tile.block_n))
     if num_splits:
-        return DecodeConfig(tile=tile, num_splits=min(num_splits, 256))
+        return DecodeConfig(tile=tile, num_splits=min(num_splits, MAX_SPLITS))
+    if measured:
+        return DecodeConfig(tile=tile, num_splits=min(measured.num_splits, tiles, MAX_SPLITS))
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
     programs = problem.batch * problem.kv_heads * -(-rows // tile.block_m)
     slots = 2 * arch.num_units
@@ -281,15 +385,37 @@ def decode_config(problem: AttentionProblem, arch: Arch, num_splits: int = 0) ->
 
 def candidates(problem: AttentionProblem, arch: Arch, kernel: str) -> Iterator[TileConfig]:
     """Every valid tile worth timing for a kernel (fwd, dq, dkdv)."""
-    tma = arch.is_gpu and int(arch.name[2:]) >= 90
+    masked = _mask_kind(problem) != "full"
     for m, n, warps, stages, use_tma, branch in product(
         (64, 128),
         (32, 64, 128),
         (4, 8),
         (2, 3, 4),
-        (False, True) if tma else (False,),
-        (False, True),
+        (False, True) if _has_tma(arch) else (False,),
+        (False, True) if masked else (False,),
     ):
         tile = _tile(m, n, warps, stages, tma=use_tma, branch=branch)
         if is_valid(problem, arch, kernel, tile) is None:
             yield tile
+
+
+def decode_candidates(problem: AttentionProblem, arch: Arch) -> Iterator[DecodeConfig]:
+    """Every valid tile of the split-KV kernel worth timing, with half, once and twice the splits
+    that the model of the waves takes."""
+    shipped = decode_config(problem, arch, tuned={})
+    for n, warps, stages, use_tma in product(
+        (32, 64, 128), (4, 8), (2, 3, 5), (False, True) if _has_tma(arch) else (False,)
+    ):
+        if use_tma and problem.page_size is not None and problem.page_size % n:
+            continue
+        tile = _tile(shipped.tile.block_m, n, warps, stages, tma=use_tma)
+        if is_valid(problem, arch, "decode", tile) is not None:
+            continue
+        most = min(max(1, -(-problem.seqlen_k // n)), MAX_SPLITS)
+        splits = (shipped.num_splits // 2, shipped.num_splits, 2 * shipped.num_splits)
+        for count in sorted({min(max(1, split), most) for split in splits}):
+            yield DecodeConfig(tile=tile, num_splits=count)
+
+
+def _has_tma(arch: Arch) -> bool:
+    return arch.is_gpu and int(arch.name[2:]) >= 90

@@ -10,7 +10,7 @@ from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
 from ridgeline.kernels.attention import cute_sm90_config
-from ridgeline.kernels.attention.config import attention_config
+from ridgeline.kernels.attention.config import attention_config, config_source
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 _MODULE = "ridgeline.kernels.attention"
@@ -115,6 +115,7 @@ register(
         module=f"{_MODULE}.triton",
         needs=("triton",),
         config=attention_config,
+        config_source=config_source,
         summary="FlashAttention-2 in Triton, Ampere and later",
     )
 )

@@ -177,6 +177,11 @@ class BackwardPlan:
         self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
         self.call, self.seeds = call_of(x), seeds_of(x.extras)
 
+    def launch(self, kernel: str, tile: TileConfig) -> Launch:
+        """The launch of dkdv or dq with another tile, into the same buffers (for the tuner)."""
+        self.config = BackwardConfig(dkdv=tile, dq=tile)
+        return self._dkdv() if kernel == "dkdv" else self._dq()
+
     def _variant(self, tile: TileConfig):
         return variant_of(self.x, tile, self.tma and tile.tma)
 

@@ -7,7 +7,7 @@ the tests compile ahead of time without one (`compile_for`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -62,8 +62,13 @@ def compile_for(launch: Launch, capability: int = 90):
 
 @cache
 def arch_of(device: torch.device) -> Arch:
-    """The architecture to configure for; interpreted kernels pretend to be on sm90."""
-    return pretend("sm90") if device.type == "cpu" else detect(device)
+    """The architecture to configure for; interpreted kernels pretend to be on sm90, under a device
+    name of their own: what was tuned there says nothing about a GPU."""
+    if device.type != "cpu":
+        return detect(device)
+    if env.triton_interpreted():
+        return replace(pretend("sm90"), device="Triton interpreter")
+    return pretend("sm90")
 
 
 def batched(x: torch.Tensor, packed: bool) -> torch.Tensor:

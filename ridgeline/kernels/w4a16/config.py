@@ -259,16 +259,20 @@ def _matmul_cycles(
     return whole + share * 1.06 + (3 * tile_bytes / 14 if rest else 0)
 
 
-def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | MatmulLaunch:
-    """What the Hopper implementation launches for a problem (for `explain`)."""
-    group = 0 if problem.group_size >= problem.k else problem.group_size
-    traits = Traits(
+def traits_for(problem: W4A16Problem) -> Traits:
+    """Traits of a problem whose weight need not exist."""
+    return Traits(
         kind=KIND[problem.dtype],
         scale=SCALE_KIND[problem.scale_dtype],
         symmetric=problem.symmetric,
-        packed_group=group,
+        packed_group=0 if problem.group_size >= problem.k else problem.group_size,
     )
-    align = math.lcm(128, group or 128)
+
+
+def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | MatmulLaunch:
+    """What the Hopper implementation launches for a problem (for `explain`)."""
+    traits = traits_for(problem)
+    align = math.lcm(128, traits.packed_group or 128)
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
     m = max(problem.m, 1)
     if m <= DECODE_ROWS or problem.batch_invariant:

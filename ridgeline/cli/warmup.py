@@ -1,0 +1,249 @@
+"""`ridgeline warmup`: compile the Hopper kernels ahead into the cache that processes load from."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import multiprocessing
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ridgeline.cli.command import Command, Result
+from ridgeline.cli.problems import resolve_arch
+from ridgeline.core import env, progress, registry
+from ridgeline.core.arch import Arch
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.kernels.attention.problem import AttentionProblem
+from ridgeline.kernels.w4a16.config import DECODE_ROWS, decode_launch, matmul_launch, traits_for
+from ridgeline.kernels.w4a16.problem import W4A16Problem
+
+PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+"""What compiling needs: importable name -> distribution."""
+_ATTENTION = "ridgeline.kernels.attention.cute_sm90"
+_W4A16 = "ridgeline.kernels.w4a16.cute_library"
+_ROWS = (*range(1, DECODE_ROWS + 1), 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+"""Rows of activations between which a layer changes its kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """Compile the Hopper kernels into the user cache, with or without a GPU."""
+
+    ops: tuple[Literal["attention", "w4a16"], ...] = ("attention", "w4a16")
+    """Whose kernels."""
+    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16",)
+    """Of queries, keys and values; of activations."""
+    head_dims: tuple[int, ...] = (64, 128)
+    """Widths of an attention head, multiples of 8 up to 256."""
+    masks: tuple[Literal["full", "causal", "window"], ...] = ("full", "causal")
+    """window: causal and bounded on the left."""
+    layouts: tuple[Literal["dense", "varlen"], ...] = ("dense", "varlen")
+    """varlen: sequences packed by cu_seqlens."""
+    softcap: bool = False
+    """Attention with capped scores."""
+    sinks: bool = False
+    """Attention with one sink logit a head."""
+    layers: tuple[str, ...] = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "28672x8192")
+    """W4A16 layers, inputs x outputs; layers of like sizes share kernels."""
+    group_sizes: tuple[int, ...] = (128,)
+    """Inputs that share a scale: 32, 64, 128, 256."""
+    scale_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Of the stored scales."""
+    symmetric: bool = True
+    """No zero points."""
+    arch: str = "auto"
+    """sm90, present or not; auto: this machine's GPU."""
+    workers: int = 1
+    """Processes that compile, at least 1; each holds about a gigabyte."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise bad_value("warmup", "workers", "be at least 1", self.workers, "give a count")
+        for name in ("head_dims", "group_sizes"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise bad_value(
+                    "warmup", name, "be positive", getattr(self, name), "give sizes such as 128"
+                )
+        for layer in self.layers:
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", layer):
+                raise bad_value(
+                    "warmup", "layers", "be inputs x outputs", repr(layer), "give e.g. 4096x14336"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One kernel to compile."""
+
+    op: str
+    what: str
+    """The kernel in words."""
+    argument: Any
+    """An AttentionProblem, or the config of a W4A16 kernel."""
+
+
+def warmup(config: WarmupConfig) -> Result:
+    """Compile what the flags name and the cache does not have yet.
+
+    Raises: UserError without the DSL or a linker; ValueError for an architecture other than sm90;
+    NotImplementedError for a problem that the Hopper kernels refuse.
+    """
+    arch = resolve_arch(config.arch)
+    if arch.name != "sm90":
+        raise bad_value(
+            "warmup", "arch", "be sm90", f"{arch.name} ({arch.device})",
+            "pass --arch sm90 to compile for a Hopper GPU that is not here",
+        )  # fmt: skip
+    check_tools()
+    jobs = [*attention_jobs(config, arch), *w4a16_jobs(config, arch)]
+    start = time.monotonic()
+    with progress.task("warmup", len(jobs), "kernels") as advance:
+        rows = []
+        for row in _run(jobs, arch, config.workers):
+            rows.append(row)
+            advance(note=row["what"])
+    return {
+        "arch": arch.name,
+        "device": arch.device,
+        "cache": str(env.cache_dir() / "cute"),
+        "seconds": round(time.monotonic() - start, 1),
+        "compiled": sum(not row["cached"] for row in rows),
+        "kernels": sorted(rows, key=lambda row: (row["op"], row["what"], row["file"])),
+    }
+
+
+def check_tools() -> None:
+    """Raises: UserError naming what is missing."""
+    missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise UserError(
+            f"warmup: compiling Hopper kernels needs {' and '.join(missing)}, not installed here; "
+            "run pip install 'ridgeline[hopper]'"
+        )
+    if not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
+        raise UserError("warmup: compiling Hopper kernels needs a linker; install gcc or clang")
+
+
+def attention_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
+    """The forward for every head dim, dtype, mask and layout."""
+    if "attention" not in config.ops:
+        return
+    for dtype in config.dtypes:
+        for dim in config.head_dims:
+            for mask in config.masks:
+                for layout in config.layouts:
+                    problem = AttentionProblem(
+                        batch=1,
+                        seqlen_q=4096,
+                        seqlen_k=4096,
+                        heads=8,
+                        kv_heads=8,
+                        head_dim=dim,
+                        head_dim_v=dim,
+                        dtype=dtype,
+                        causal=mask != "full",
+                        window_left=1024 if mask == "window" else None,
+                        softcap=30.0 if config.softcap else 0.0,
+                        sinks=config.sinks,
+                        varlen=layout == "varlen",
+                    )
+                    registry.select(problem, arch, "cute_sm90")
+                    what = f"{dtype} head dim {dim} {mask} {layout}"
+                    yield Job(op="attention", what=what, argument=problem)
+
+
+def w4a16_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
+    """Every kernel that the layers can ask for, each once."""
+    if "w4a16" not in config.ops:
+        return
+    found: dict[Any, str] = {}
+    for dtype in config.dtypes:
+        for group_size in config.group_sizes:
+            for layer in config.layers:
+                k, n = map(int, layer.split("x"))
+                problem = W4A16Problem(
+                    m=1,
+                    n=n,
+                    k=k,
+                    group_size=group_size,
+                    dtype=dtype,
+                    scale_dtype=config.scale_dtype,
+                    symmetric=config.symmetric,
+                )
+                registry.select(problem, arch, "cute_sm90")
+                for kernel in layer_kernels(problem, arch):
+                    found.setdefault(kernel, f"{dtype} group {group_size} {layer}")
+    for kernel, what in found.items():
+        kind = type(kernel).__name__.removesuffix("Config").lower()
+        yield Job(op="w4a16", what=f"{kind} {what}", argument=kernel)
+
+
+def layer_kernels(problem: W4A16Problem, arch: Arch) -> set[Any]:
+    """Configs of the kernels that a layer asks for over all numbers of rows."""
+    traits = traits_for(problem)
+    align = math.lcm(128, traits.packed_group or 128)
+    n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
+    found: set[Any] = {decode_launch(traits, DECODE_ROWS, n, k, arch.num_units, True).config}
+    for m in _ROWS:
+        if m <= DECODE_ROWS:
+            found.add(decode_launch(traits, m, n, k, arch.num_units, False).config)
+        else:
+            found.add(matmul_launch(traits, m, n, k, arch.num_units).config)
+    return found
+
+
+def compile_job(job: Job, arch: Arch) -> dict[str, Any]:
+    """Compile one kernel unless the cache has it."""
+    start = time.time()
+    if job.op == "attention":
+        [file] = importlib.import_module(_ATTENTION).warm([job.argument], arch)
+    else:
+        file = importlib.import_module(_W4A16).compile_kernel(job.argument)
+    cached = Path(file).stat().st_mtime < start
+    seconds = round(time.time() - start, 1)
+    return {
+        "op": job.op,
+        "what": job.what,
+        "file": str(file),
+        "cached": cached,
+        "seconds": seconds,
+    }
+
+
+def _run(jobs: list[Job], arch: Arch, workers: int) -> Iterator[dict[str, Any]]:
+    if workers == 1:
+        yield from (compile_job(job, arch) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running = [pool.submit(compile_job, job, arch) for job in jobs]
+        try:
+            for done in as_completed(running):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def show(result: Result) -> str:
+    """How many kernels, and where they are."""
+    count = len(result["kernels"])
+    return (
+        f"{count} kernels for {result['arch']} are in {result['cache']}: {result['compiled']} "
+        f"compiled in {result['seconds']:.0f} s, {count - result['compiled']} were there"
+    )
+
+
+def kept(_config: WarmupConfig) -> str:
+    """After Ctrl-C."""
+    return "finished kernels are kept; the same command goes on"
+
+
+COMMAND = Command(run=warmup, config=WarmupConfig, show=show, kept=kept)
