@@ -1,0 +1,140 @@
+"""`warmup`: which kernels it asks for, what it says, and machines that cannot compile."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from ridgeline.cli import main as cli
+from ridgeline.cli import warmup as module
+from ridgeline.cli.warmup import WarmupConfig, warmup
+from ridgeline.core import env
+from ridgeline.core.arch import pretend
+from ridgeline.kernels.attention import cute_sm90_config
+from ridgeline.kernels.w4a16.config import launch_for
+from ridgeline.kernels.w4a16.problem import W4A16Problem
+
+SM90 = pretend("sm90")
+SMALL = "--arch sm90 --head-dims 64 --masks causal --layouts dense --layers 4096x4096"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The compilers replaced by ones that write an empty file and note what they were asked."""
+    asked = []
+
+    def write(name):
+        file = env.cache_dir() / "cute" / f"{name}.so"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.touch()
+        return file
+
+    def warm(problems, arch):
+        asked.extend(problems)
+        traits = [cute_sm90_config.forward_traits(problem) for problem in problems]
+        return [write(abs(hash(each))) for each in traits]
+
+    def compile_kernel(config):
+        asked.append(config)
+        return write(abs(hash(config)))
+
+    attention, w4a16 = ModuleType("fake_attention"), ModuleType("fake_w4a16")
+    vars(attention)["warm"], vars(w4a16)["compile_kernel"] = warm, compile_kernel
+    monkeypatch.setitem(sys.modules, "fake_attention", attention)
+    monkeypatch.setitem(sys.modules, "fake_w4a16", w4a16)
+    monkeypatch.setattr(module, "_ATTENTION", "fake_attention")
+    monkeypatch.setattr(module, "_W4A16", "fake_w4a16")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name in module.PACKAGES or find(name)
+    )
+    return asked
+
+
+def test_each_kernel_is_compiled_once_and_then_found(compiled, capsys):
+    first = warmup(WarmupConfig(arch="sm90", head_dims=(64,), layers=("4096x4096",)))
+    count = len(first["kernels"])
+    assert first["compiled"] == count == len(compiled) > 6
+    assert {row["op"] for row in first["kernels"]} == {"attention", "w4a16"}
+    assert len({row["file"] for row in first["kernels"]}) == count
+    assert cli.main(["warmup", *SMALL.split()]) == 0
+    assert f"0 compiled in 0 s, {count - 3} were there" in capsys.readouterr().out
+
+
+def test_flags_are_the_problems(compiled):
+    flags = {"ops": ("attention",), "head_dims": (64, 96), "dtypes": ("float16",), "arch": "sm90"}
+    warmup(WarmupConfig(**flags, masks=("full", "window"), layouts=("varlen",), softcap=True))
+    seen = [(p.head_dim, p.causal, p.window_left) for p in compiled]
+    assert seen == [(64, False, None), (64, True, 1024), (96, False, None), (96, True, 1024)]
+    assert all(p.varlen and p.softcap and not p.sinks for p in compiled)
+    assert {p.dtype for p in compiled} == {"float16"}
+
+
+@pytest.mark.parametrize("layer", ["4096x4096", "8192x28672", "28672x8192"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_layer_finds_its_kernels_compiled(layer, invariant):
+    k, n = map(int, layer.split("x"))
+    problem = W4A16Problem(m=1, n=n, k=k, group_size=128, batch_invariant=invariant)
+    found = module.layer_kernels(problem, SM90)
+    for m in (*range(1, 65), 100, 128, 129, 256, 257, 500, 1000, 2048, 3000, 8192):
+        assert launch_for(replace(problem, m=m), SM90).config in found, m
+
+
+def test_json(compiled, capsys):
+    assert cli.main(["warmup", *SMALL.split(), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["event"] == "result" and lines[-1]["arch"] == "sm90"
+    assert lines[-2]["task"] == "warmup" and lines[-2]["done"] == lines[-2]["total"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        ("--arch sm80", 2, "arch must be sm90, got sm80"),
+        ("--arch sm90 --workers 0", 2, "workers must be at least 1, got 0"),
+        ("--arch sm90 --head-dims 0", 2, "head_dims must be positive"),
+        ("--arch sm90 --head-dims 20", 2, "head dims must be multiples of 8"),
+        ("--arch sm90 --layers 4096", 2, "layers must be inputs x outputs, got '4096'"),
+        ("--arch sm90 --ops w4a16 --group-sizes 48", 2, "takes groups of 32, 64, 128, 256"),
+    ],
+)
+def test_bad_input(compiled, capsys, words, code, part):
+    assert cli.main(["warmup", *words.split()]) == code
+    said = capsys.readouterr()
+    assert part in said.err and said.out == "" and compiled == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_architecture_must_be_said(compiled, capsys):
+    assert cli.main(["warmup"]) == 2
+    assert "pass --arch sm90" in capsys.readouterr().err and compiled == []
+
+
+def test_without_the_dsl_it_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(module, "PACKAGES", {"no_such_module": "nvidia-cutlass-dsl"})
+    assert cli.main(["warmup", "--arch", "sm90"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "needs nvidia-cutlass-dsl, not installed here; run pip install" in said.err
+
+
+def test_without_a_linker_it_is_one_line(compiled, capsys, monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    assert cli.main(["warmup", "--arch", "sm90"]) == 1
+    assert "install gcc or clang" in capsys.readouterr().err and compiled == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the DSL is not installed")
+def test_kernels_for_real(capsys):
+    words = f"{SMALL} --ops attention --json"
+    for compiled in (1, 0):
+        assert cli.main(["warmup", *words.split()]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["compiled"] == compiled
