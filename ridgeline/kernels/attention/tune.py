@@ -212,7 +212,7 @@ def tune_kernel(
         best = shipped
     return Outcome(
         kernel=kernel,
-        key=tuning_key(problem, kernel),
+        key=tuning_key(problem_of(bench.x, problem.direction), kernel),
         shipped=shipped,
         shipped_us=final[shipped],
         best=best,
@@ -238,8 +238,7 @@ def _working(
     The first, with nothing to agree with, has to run."""
     try:
         launches = bench.launches(config)
-        for launch in launches:
-            launch.run()
+        _run_all(launches)
         if bench.x.q.is_cuda:
             torch.cuda.synchronize()
     except Exception:  # a candidate may need more than the device has: the compiler says so
@@ -250,24 +249,25 @@ def _working(
         difference = (got.float() - want.float()).norm()
         if not difference <= limit * want.float().norm():
             return None
-    return captured(launches) if bench.x.q.is_cuda else _all(launches)
+    return captured(launches) if bench.x.q.is_cuda else partial(_run_all, launches)
 
 
-def _all(launches: Sequence[Launch]) -> Run:
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    return run
+def _run_all(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch.run()
 
 
 def captured(launches: Sequence[Launch]) -> Run:
     """Launches as a CUDA graph: no host time between them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launch in launches:
-            launch.run()
-    return graph.replay
+        _run_all(launches)
+    return partial(_replay, graph, launches)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _alive: Sequence[Launch]) -> None:
+    """Run a graph whose launches, and with them their buffers, are kept."""
+    graph.replay()
 
 
 def device_timer(arch: Arch) -> Timer:

@@ -1,0 +1,80 @@
+"""The tuner's tensors pose the problem, its candidates compile without a GPU; on a GPU it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.arch import detect, pretend
+from ridgeline.kernels.attention import config
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ridgeline.kernels.attention import triton as kernels
+from ridgeline.kernels.attention import tune
+from ridgeline.kernels.attention.triton_plan import problem_of
+
+BASE = AttentionProblem(
+    batch=2, seqlen_q=96, seqlen_k=128, heads=4, kv_heads=2, head_dim=64, head_dim_v=64, causal=True
+)
+OPTIONS = {
+    "plain": {},
+    "window": {"window_left": 20, "window_right": 3, "causal": False},
+    "features": {"softcap": 5.0, "sinks": True, "alibi": True, "dropout": True},
+    "bias": {"bias": True, "head_dim_v": 32},
+    "varlen": {"varlen": True, "dtype": "float16"},
+    "decode": {"seqlen_q": 1, "kv_cache": True},
+    "paged": {"seqlen_q": 2, "page_size": 16, "kv_cache": True},
+    "backward": {"direction": "bwd", "dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_tensors_pose_the_problem(name):
+    problem = replace(BASE, **OPTIONS[name])
+    seen = problem_of(tune.problem_inputs(problem, "cpu"), problem.direction)
+    neutral = {"seqused": problem.kv_cache, "kv_cache": problem.kv_cache}
+    assert replace(seen, **neutral) == replace(problem, **neutral)
+    for kernel in config.kernels_of(problem):
+        assert config.tuning_key(seen, kernel) == config.tuning_key(problem, kernel)
+
+
+def test_the_shipped_tile_is_the_first_candidate():
+    for options in OPTIONS.values():
+        problem = replace(BASE, **options)
+        for kernel in config.kernels_of(problem):
+            found = tune.configs_of(problem, pretend("sm90"), kernel)
+            assert found[0] == tune.shipped_config(problem, pretend("sm90"), kernel)
+            assert len(set(found)) == len(found) > 3
+
+
+@pytest.mark.parametrize("name", ["paged", "backward"])
+def test_candidates_compile_without_a_gpu(name):
+    problem = replace(BASE, **OPTIONS[name])
+    kernel = config.kernels_of(problem)[-1]
+    tune._compile(problem, kernel, tune.configs_of(problem, pretend("sm90"), kernel)[1], 90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "varlen", "paged", "backward"])
+def test_gpu_tuning_finds_no_slower_tile(name):
+    problem = replace(BASE, **{"seqlen_k": 1024, **OPTIONS[name], "dtype": "bfloat16"})
+    arch = detect("cuda")
+    for kernel in config.kernels_of(problem):
+        steps = []
+        outcome = tune.tune_kernel(
+            problem, arch, kernel, tune.device_timer(arch), workers=2,
+            advance=lambda amount=1, *, note="": steps.append(note),  # noqa: B023
+        )  # fmt: skip
+        assert len(steps) == 2 * outcome.tried
+        assert 0 < outcome.best_us <= outcome.shipped_us
+        assert outcome.failed < outcome.tried
+        x = tune.problem_inputs(problem, "cuda")
+        tuned, _ = config.read_tuned({outcome.key: tune.entry(outcome)})
+        assert tuned == {outcome.key: outcome.best}
+        assert config.tuning_key(problem_of(x, problem.direction), kernel) in tuned
+        assert kernels.forward(x.q, x.k, x.v, x.options, x.extras)[0].isfinite().all()
