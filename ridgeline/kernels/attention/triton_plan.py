@@ -67,7 +67,7 @@ def arch_of(device: torch.device) -> Arch:
     if device.type != "cpu":
         return detect(device)
     if env.triton_interpreted():
-        return replace(pretend("sm90"), device="Triton interpreter")
+        return replace(pretend("sm90"), device="Triton interpreter", pretended=False)
     return pretend("sm90")
 
 
