@@ -43,7 +43,7 @@ DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line on `argv` (default: the process's own); returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [_as_utf8(word) for word in (sys.argv[1:] if argv is None else argv)]
     if not words:
         print(usage(), file=sys.stderr)
         return BAD_ARGUMENTS
@@ -61,6 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     with _one_line_warnings(), _reporter("--json" in words[1:]):
         return _guarded(words[0], words[1:])
+
+
+def _as_utf8(word: str) -> str:
+    """An argument as the text it is, also under a locale that cannot decode it (LC_ALL=C)."""
+    return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def usage() -> str:

@@ -252,8 +252,25 @@ def load_ceilings(arch: Arch) -> Ceilings | None:
         return None
 
 
+def best_of(kept: Ceilings | None, new: Ceilings) -> Ceilings:
+    """New ceilings, raised to those measured here before: a busy machine lowers no ceiling."""
+    if kept is None or not kept.measured:
+        return new
+    names = {**kept.matmul_tflops, **new.matmul_tflops}
+    return replace(
+        new,
+        read_gbps=max(kept.read_gbps, new.read_gbps),
+        copy_gbps=max(kept.copy_gbps, new.copy_gbps),
+        matmul_tflops={
+            name: max(kept.matmul_tflops.get(name, 0.0), new.matmul_tflops.get(name, 0.0))
+            for name in names
+        },
+    )
+
+
 def save_ceilings(arch: Arch, ceilings: Ceilings) -> None:
-    """Keep measured ceilings in the cache, for `detect` to find."""
+    """Keep measured ceilings in the cache, for `detect` to find; the best seen here count."""
     path = _ceilings_file(arch)
+    ceilings = best_of(load_ceilings(arch), ceilings)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, json.dumps(asdict(ceilings), indent=1))

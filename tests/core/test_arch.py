@@ -33,6 +33,11 @@ def test_measured_ceilings_are_kept_and_found(cache):
     )
     arch.save_ceilings(found, measured)
     assert arch.detect("cpu").ceilings == measured
+    busy = replace(measured, read_gbps=20.0, matmul_tflops={"float32": 0.01, "bfloat16": 0.5})
+    arch.save_ceilings(found, busy)
+    assert arch.detect("cpu").ceilings == replace(
+        measured, read_gbps=20.0, matmul_tflops={"float32": 0.25, "bfloat16": 0.5}
+    )
     other = replace(found, device="another CPU")
     assert arch.load_ceilings(other) is None
 
