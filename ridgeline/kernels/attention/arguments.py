@@ -299,11 +299,27 @@ def _check_lengths(a: Arguments) -> None:
             raise _value(name, "be the longest length of the batch", longest, "give an integer")
         paged = a.block_table is not None and name.endswith("k")
         _check_starts(a, name, batch, None if paged else tokens, longest)
-    _check_range("seqused_q", _check_vector(a, "seqused_q", batch), 0, a.seqlen_q)
-    _check_range("seqused_k", _check_vector(a, "seqused_k", batch), 0, a.seqlen_k)
+    for name, longest in (("seqused_q", a.seqlen_q), ("seqused_k", a.seqlen_k)):
+        used = _check_vector(a, name, batch)
+        _check_range(name, used, 0, longest)
+        _check_used(a, name, used)
     _check_range("leftpad_k", _check_vector(a, "leftpad_k", batch), 0, a.seqlen_k)
     rows = _check_vector(a, "kv_batch_idx", batch)
     _check_range("cache_batch_idx", rows, 0, a.k.shape[0] - 1)
+
+
+def _check_used(a: Arguments, name: str, used: torch.Tensor | None) -> None:
+    """A used prefix ends within its own packed sequence, not in the next one."""
+    starts = a.cu_seqlens_q if name.endswith("q") else a.cu_seqlens_k
+    if used is None or starts is None or (a.block_table is not None and name.endswith("k")):
+        return
+    values = starts.tolist()
+    for b, (length, start, end) in enumerate(
+        zip(used.tolist(), values[:-1], values[1:], strict=True)
+    ):
+        if length > end - start:
+            rule = f"be at most the length {end - start} of sequence {b}"
+            raise _value(name, rule, length, "check how it was computed")
 
 
 def _check_starts(a: Arguments, name: str, batch: int, tokens: int | None, longest: int) -> None:

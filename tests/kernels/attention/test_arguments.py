@@ -77,6 +77,16 @@ def test_dense(change, error, message):
         (dict(cu_seqlens_q=torch.tensor([0, 4, 10])), TypeError, "cu_seqlens_q must be int32"),
         (dict(max_seqlen_q=4), ValueError, "max_seqlen_q must be at least the longest 6, got 4"),
         (dict(max_seqlen_k=None), ValueError, "max_seqlen_k must be the longest length"),
+        (
+            dict(cu_seqlens_k=ints(0, 3, 8), seqused_k=ints(5, 5)),
+            ValueError,
+            "seqused_k must be at most the length 3 of sequence 0, got 5",
+        ),
+        (
+            dict(seqused_q=ints(4, 6), cu_seqlens_q=ints(0, 6, 10)),
+            ValueError,
+            "seqused_q must be at most the length 4 of sequence 1, got 6",
+        ),
         (dict(cu_seqlens_k=None), ValueError, "cu_seqlens_k must be given with cu_seqlens_q"),
         (dict(q=zeros(1, 10, 4, 16)), ValueError, r"q must be \[tokens, heads, head_dim\]"),
         (
