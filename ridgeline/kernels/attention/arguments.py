@@ -26,6 +26,7 @@ SCHEMA = (
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
     "bool deterministic, int num_splits, bool kv_cache, bool needs_grad, str? impl"
 )
+_INF = float("inf")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -205,8 +206,10 @@ def _value(arg: str, must: str, got: object, do: str) -> ValueError:
 def _check_scalars(a: Arguments) -> None:
     if not 0.0 <= a.dropout_p < 1.0:
         raise _value("dropout_p", "be in [0, 1)", a.dropout_p, "use 0.0 to switch dropout off")
-    if a.softcap < 0.0:
-        raise _value("softcap", "be at least 0", a.softcap, "use 0.0 to switch it off")
+    if not 0.0 <= a.softcap < _INF:  # false for NaN too
+        raise _value("softcap", "be at least 0 and finite", a.softcap, "use 0.0 to switch it off")
+    if not -_INF < a.softmax_scale < _INF:
+        raise _value("softmax_scale", "be finite", a.softmax_scale, "use None for 1 / sqrt(D)")
     for name, size in (("window_left", a.window_left), ("window_right", a.window_right)):
         if size is not None and size < 0:
             raise _value(name, "be at least 0 or None", size, "use None where there is no bound")

@@ -65,6 +65,8 @@ def module_for(a: Arguments, direction: str) -> Any:
 def _attention(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
     a = with_fp32_sinks(Arguments(*values))
     check(a)
+    if a.needs_grad:
+        module_for(a, "bwd")  # refuses now what backward would refuse after a whole forward
     out, lse = module_for(a, "fwd").forward(a.q, a.k, a.v, a.options(), a.extras())
     return out.contiguous(), lse.contiguous()
 

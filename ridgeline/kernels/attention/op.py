@@ -289,6 +289,14 @@ def _results(a: Arguments, attn_probs: bool, return_lse: bool) -> Result:
         raise unsupported(
             "attention", "return_attn_probs", "be False with dropout", True, "use return_lse"
         )
+    if _needs_grad(a.alibi_slopes):
+        raise unsupported(
+            "attention",
+            "alibi_slopes",
+            "not need gradients",
+            "requires_grad",
+            "detach it, or give -slope * distance as bias",
+        )
     out, lse = attention_op(*[getattr(a, name) for name in _FIELDS])
     if attn_probs:
         return out, lse, None

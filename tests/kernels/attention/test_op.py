@@ -223,6 +223,20 @@ def test_impl_argument_and_environment(monkeypatch):
         module_for(replace(a, impl="best"), "fwd")
 
 
+def test_a_refused_backward_is_refused_before_the_forward(monkeypatch):
+    def forward_only(problem, arch):
+        return "forward only" if problem.direction == "bwd" else None
+
+    impl = replace(_impl("cpu"), name="half", refuses=forward_only, priority=1000)
+    monkeypatch.setitem(registry._impls["attention"], "half", impl)
+    q = torch.randn(1, 5, 2, 8)
+    assert flash_attn_func(q, q, q, impl="half").shape == q.shape
+    with pytest.raises(NotImplementedError, match="half refuses .*half: forward only"):
+        flash_attn_func(q.requires_grad_(), q, q, impl="half")
+    assert flash_attn_func(q, q, q).requires_grad  # left to choose, backward takes another
+    _decide.cache_clear()
+
+
 def test_decision_is_cached():
     q = torch.randn(1, 5, 2, 8)
     flash_attn_func(q, q, q)
