@@ -45,7 +45,14 @@ def _kv_append(
 ) -> None:
     target = Where(*where)  # type: ignore[arg-type]
     kvcache.check_append(k_cache, v_cache, k, v, target)
-    _appender(k_cache.device)(k_cache, v_cache, k, v, target)
+    append_checked(k_cache, v_cache, k, v, target)
+
+
+def append_checked(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where
+) -> None:
+    """The append of a checked call, past the dispatcher."""
+    _appender(k_cache.device)(k_cache, v_cache, k, v, where)
 
 
 @torch.library.register_fake("ridgeline::kv_append_", lib=_lib)

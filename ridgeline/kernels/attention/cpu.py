@@ -107,6 +107,11 @@ class _Call:
     joins: bool = False
     """The rows already have a result of other keys, to be joined by LSE."""
 
+    def covers(self, part: Part) -> bool:
+        """Whether the call is the whole of a part."""
+        rows, keys = (self.i0, self.i1), (self.lo, self.hi)
+        return rows == (0, part.seqlen_q) and keys == (0, part.seqlen_k)
+
 
 def _plan(part: Part, options: AttentionOptions, alibi: bool) -> Iterator[_Call]:
     S, T = part.seqlen_q, part.seqlen_k
@@ -154,15 +159,14 @@ def _fused_forward(
     part: Part, options: AttentionOptions, extras: AttentionExtras
 ) -> tuple[torch.Tensor, torch.Tensor]:
     calls = list(_plan(part, options, extras.alibi_slopes is not None))
-    results = [
-        _one_call(part, call, _mask(call, part, options, extras), options.softmax_scale)
-        for call in calls
-    ]
-    if len(calls) == 1 and calls[0].i0 == 0 and calls[0].i1 == part.seqlen_q:
-        out_BSHV, lse_BHS = results[0]
+    if len(calls) == 1 and (calls[0].i0, calls[0].i1) == (0, part.seqlen_q):
+        mask = _mask(calls[0], part, options, extras)
+        out_BSHV, lse_BHS = _one_call(part, calls[0], mask, options.softmax_scale)
     else:
         out_BSHV, lse_BHS = part.empty_result()
-        for call, (o, lse) in zip(calls, results, strict=True):
+        for call in calls:
+            mask = _mask(call, part, options, extras)
+            o, lse = _one_call(part, call, mask, options.softmax_scale)
             rows = slice(call.i0, call.i1)
             if call.joins:
                 o, lse = join(out_BSHV[:, rows], lse_BHS[:, :, rows], o, lse)
@@ -238,19 +242,18 @@ def _fused_backward(
     part: Part, given: Given, options: AttentionOptions, extras: AttentionExtras
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     calls = list(_plan(part, options, extras.alibi_slopes is not None))
-    results = [
-        _one_backward(part, call, given, _mask(call, part, options, extras), options.softmax_scale)
-        for call in calls
-    ]
+    scale = options.softmax_scale
     dsinks = None
     if extras.sinks_H is not None:
         dsinks = cpu_blocks.sink_gradient(given, extras.sinks_H)
-    if len(calls) == 1 and (calls[0].i0, calls[0].i1) == (0, part.seqlen_q):
-        if (calls[0].lo, calls[0].hi) == (0, part.seqlen_k):
-            return (*results[0], dsinks)
-    wide = torch.float64 if part.q_BSHD.dtype == torch.float64 else torch.float32
+    if len(calls) == 1 and calls[0].covers(part):
+        mask = _mask(calls[0], part, options, extras)
+        return (*_one_backward(part, calls[0], given, mask, scale), dsinks)
+    wide = cpu_blocks.wide(part.q_BSHD)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (part.q_BSHD, part.k_BTGD, part.v_BTGV))
-    for call, (one_dq, one_dk, one_dv) in zip(calls, results, strict=True):
+    for call in calls:  # added at once: kept to the end they would be of quadratic size
+        mask = _mask(call, part, options, extras)
+        one_dq, one_dk, one_dv = _one_backward(part, call, given, mask, scale)
         dq[:, call.i0 : call.i1] += one_dq
         dk[:, call.lo : call.hi] += one_dk
         dv[:, call.lo : call.hi] += one_dv
@@ -281,5 +284,6 @@ def _one_backward(
     )
     dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
     if repeated:
-        dk, dv = (x.unflatten(2, (G, H // G)).float().sum(3).to(x.dtype) for x in (dk, dv))
+        summed = (x.to(cpu_blocks.wide(x)).unflatten(2, (G, H // G)).sum(3) for x in (dk, dv))
+        dk, dv = (x.to(q.dtype) for x in summed)
     return _unfold(dq[..., :D], S), dk[..., :D], dv[..., :V]

@@ -10,6 +10,7 @@ Moves K and V once a block; bound by arithmetic. Source: FlashAttention-2 (Dao, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,8 +97,12 @@ def _blocks(part: Part, options: AttentionOptions) -> Iterator[_Block]:
     S, T = part.seqlen_q, part.seqlen_k
     B, H = part.q_BSHD.shape[0], part.q_BSHD.shape[2]
     left, right = bounds(options, S, T)
-    seen = T if left is None or right is None else min(T, left + right + _LEAST_ROWS)
-    rows = max(_LEAST_ROWS, _BLOCK_SCORES // max(1, B * H * seen))
+    budget = _BLOCK_SCORES // max(1, B * H)
+    rows = budget // max(1, T)
+    if left is not None and right is not None:  # a block sees rows + left + right keys, not T
+        width = left + right
+        rows = max(rows, (math.isqrt(width * width + 4 * budget) - width) // 2)
+    rows = max(_LEAST_ROWS, rows)
     for i0 in range(0, S, rows):
         i1 = min(S, i0 + rows)
         lo = 0 if left is None else min(T, max(0, i0 + T - S - left))

@@ -10,6 +10,7 @@ https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import lru_cache
 from types import ModuleType
@@ -27,6 +28,7 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 assert _registrations is not None  # imported for its registrations
 _FIELDS = [field.name for field in fields(Arguments)]
+_TENSORS = _FIELDS[: _FIELDS.index("seed_offset") + 1]
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 
 _lib = torch.library.Library("ridgeline", "FRAGMENT")
@@ -61,12 +63,50 @@ def module_for(a: Arguments, direction: str) -> Any:
     return _decide(a.problem(direction), a.q.device, a.impl, env.impl_override("attention"))
 
 
+def chosen(a: Arguments) -> Any:
+    """The module for a checked call's forward.
+
+    Raises: NotImplementedError, where a gradient is needed also for a backward that is refused:
+    better now than after a whole forward.
+    """
+    if a.needs_grad:
+        module_for(a, "bwd")
+    return module_for(a, "fwd")
+
+
+def run(a: Arguments, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of a checked call whose sinks are fp32."""
+    out, lse = module.forward(a.q, a.k, a.v, a.options(), a.extras())
+    return out.contiguous(), lse.contiguous()
+
+
+def eager(tensors: Iterable[torch.Tensor | None], needs_grad: bool) -> bool:
+    """Whether nothing but the result is wanted of a call: it then passes by the dispatcher.
+
+    False under compile, tracing, modes, functorch transforms and for subclasses of Tensor.
+    """
+    if torch.compiler.is_compiling() or needs_grad or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def attention(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call of the public functions -> (out, lse): checked, dispatched, differentiable."""
+    if not eager((getattr(a, name) for name in _TENSORS), a.needs_grad):
+        return attention_op(*[getattr(a, name) for name in _FIELDS])
+    a = with_fp32_sinks(a)
+    check(a)
+    with torch.no_grad():
+        return run(a, chosen(a))
+
+
 @torch.library.impl("ridgeline::attention", ("cpu", "cuda"), lib=_lib)
 def _attention(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
     a = with_fp32_sinks(Arguments(*values))
     check(a)
-    out, lse = module_for(a, "fwd").forward(a.q, a.k, a.v, a.options(), a.extras())
-    return out.contiguous(), lse.contiguous()
+    return run(a, chosen(a))
 
 
 @torch.library.impl("ridgeline::attention_backward", ("cpu", "cuda"), lib=_lib)

@@ -115,7 +115,8 @@ def _check_room(k_cache: torch.Tensor, new_tokens: int, where: Where) -> None:
     """Values on the host, where looking at them is cheap."""
     lengths, table, rows = where.cache_seqlens, where.block_table, where.kv_batch_idx
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    least, most = (int(t) for t in torch.aminmax(lengths))
+    values = lengths.tolist()
+    least, most = min(values), max(values)
     if least < 0 or most + new_tokens > capacity:
         raise bad_value(
             "attention",
@@ -132,7 +133,10 @@ def _check_room(k_cache: torch.Tensor, new_tokens: int, where: Where) -> None:
 
 
 def _check_index(name: str, index: torch.Tensor, size: int) -> None:
-    least, most = (int(t) for t in torch.aminmax(index))
+    if not index.numel():
+        return
+    values = index.flatten().tolist()
+    least, most = min(values), max(values)
     if least < 0 or most >= size:
         got = least if least < 0 else most
         raise bad_value("attention", name, f"be from 0 to {size - 1}", got, "check how it was made")
@@ -156,7 +160,7 @@ def check_rotary(where: Where, head_dim: int, new_tokens: int) -> None:
             "give cos and sin of half the rotary dim",
         )
     if where.cache_seqlens.device.type == "cpu" and where.cache_seqlens.numel():
-        last = int(where.cache_seqlens.max()) + new_tokens
+        last = max(where.cache_seqlens.tolist()) + new_tokens
         if last > cos.shape[0]:
             raise bad_value(
                 "attention", "rotary_cos", f"cover {last} positions", cos.shape[0], "extend it"

@@ -21,12 +21,24 @@ from dataclasses import fields, replace
 import torch
 
 from ridgeline.core.errors import bad_value, unsupported
-from ridgeline.kernels.attention.append_op import append_op
-from ridgeline.kernels.attention.arguments import Arguments, check_static, window_bounds
-from ridgeline.kernels.attention.dispatch import attention_op
-from ridgeline.kernels.attention.kvcache import Where, check_rotary, positions_of, rotate
+from ridgeline.kernels.attention.append_op import append_checked, append_op
+from ridgeline.kernels.attention.arguments import (
+    Arguments,
+    check_static,
+    check_values,
+    window_bounds,
+    with_fp32_sinks,
+)
+from ridgeline.kernels.attention.dispatch import attention, chosen, eager, run
+from ridgeline.kernels.attention.kvcache import (
+    Where,
+    check_append,
+    check_rotary,
+    positions_of,
+    rotate,
+)
 
-_FIELDS = tuple(field.name for field in fields(Arguments))
+_TENSORS = tuple(field.name for field in fields(Arguments))[:14]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 
 
@@ -275,16 +287,39 @@ def flash_attn_with_kvcache(
         kv_cache=True,
         impl=impl,
     )
-    if cache_seqlens is not None and k is not None and v is not None:
-        check_static(a)  # before the cache is touched
-        where = Where(
-            cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved
-        )
-        append_op(k_cache, v_cache, k, v, *(getattr(where, n) for n in Where.__slots__))
-        if rotary_cos is not None:
-            masked = causal or left is not None or right is not None
-            a = replace(a, q=_rotated(q, where, advance=masked))
-    return _results(a, False, return_softmax_lse)
+    if cache_seqlens is None or k is None or v is None:
+        return _results(a, False, return_softmax_lse)
+    where = Where(
+        cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved
+    )
+    out, lse = _append_and_attend(a, (k_cache, v_cache, k, v), where)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _append_and_attend(
+    a: Arguments, caches_and_new: tuple[torch.Tensor, ...], where: Where
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append and attend; the cache is written once nothing can refuse the call any more.
+
+    Compiled, the values of tensors are looked at by the operators, one after the other: a call bad
+    in them alone is then refused after the append.
+    """
+    _refuse_slope_gradients(a)
+    check_static(a)
+    advance = a.causal or a.window_left is not None or a.window_right is not None
+    rotary = (where.rotary_cos, where.rotary_sin)
+    if not eager((*(getattr(a, n) for n in _TENSORS), *caches_and_new, *rotary), False):
+        append_op(*caches_and_new, *(getattr(where, n) for n in Where.__slots__))
+        return attention(a if rotary[0] is None else replace(a, q=_rotated(a.q, where, advance)))
+    check_append(*caches_and_new, where)
+    a = with_fp32_sinks(a)
+    check_values(a)
+    module = chosen(a)
+    with torch.no_grad():
+        if rotary[0] is not None:  # before the append: it checks the tables
+            a = replace(a, q=_rotated(a.q, where, advance))
+        append_checked(*caches_and_new, where)
+        return run(a, module)
 
 
 def _results(a: Arguments, attn_probs: bool, return_lse: bool) -> Result:
@@ -292,10 +327,22 @@ def _results(a: Arguments, attn_probs: bool, return_lse: bool) -> Result:
         raise unsupported(
             "attention", "return_attn_probs", "be False with dropout", True, "use return_lse"
         )
-    out, lse = attention_op(*[getattr(a, name) for name in _FIELDS])
+    _refuse_slope_gradients(a)
+    out, lse = attention(a)
     if attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def _refuse_slope_gradients(a: Arguments) -> None:
+    if _needs_grad(a.alibi_slopes):
+        raise unsupported(
+            "attention",
+            "alibi_slopes",
+            "not need gradients",
+            "requires_grad",
+            "detach it, or give -slope * distance as bias",
+        )
 
 
 def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:

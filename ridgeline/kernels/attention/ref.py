@@ -6,11 +6,14 @@
 Bytes moved: the S x T matrix several times; bound by memory. Any device. Meaning: problem.py.
 `compute_dtype` is float32 for the reference, float64 for gradients on small shapes, the input's
 dtype for the error that a plain PyTorch program would make.
+
+Backward is written out, because an operator's kernel runs where autograd records nothing:
+    dV = dropout(P)^T dO, dP = dropout(dO V^T), dS = P (dP - rowsum(P dP) + dLSE)
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -38,18 +41,40 @@ def attention_ref(q, k, v, options, extras, compute_dtype=torch.float32):
     return out, lse
 
 
+class _Softmax(NamedTuple):
+    """One sequence's softmax, and what backward needs of how it came about; None: not there."""
+
+    p_HST: torch.Tensor
+    sink_HS: torch.Tensor | None  # the sink's share
+    share_HST: torch.Tensor | None  # what dropout multiplies P by
+    slope_HST: torch.Tensor | None  # of the softcap
+    lse_HS: torch.Tensor
+
+
 def _one_sequence(q_SHD, k_TGD, v_TGV, sequence: Sequence, options, extras):
+    k_THD, v_THV = _by_head(q_SHD, k_TGD, v_TGV, sequence)
+    soft = _softmax(q_SHD, k_THD, sequence, options, extras)
+    p_HST = soft.p_HST if soft.share_HST is None else soft.p_HST * soft.share_HST
+    return torch.einsum("hst,thv->shv", p_HST, v_THV), soft.lse_HS
+
+
+def _by_head(q_SHD, k_TGD, v_TGV, sequence: Sequence):
+    ratio = q_SHD.shape[1] // k_TGD.shape[1]
+    return (kv[sequence.leftpad :].repeat_interleave(ratio, dim=1) for kv in (k_TGD, v_TGV))
+
+
+def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras) -> _Softmax:
     S, H, T, dtype = sequence.seqlen_q, q_SHD.shape[1], sequence.seqlen_k, q_SHD.dtype
-    ratio = H // k_TGD.shape[1]
     pad = sequence.leftpad
-    k_THD, v_THV = (kv[pad:].repeat_interleave(ratio, dim=1) for kv in (k_TGD, v_TGV))
     row = torch.arange(S, device=q_SHD.device)[:, None]
     col = torch.arange(pad, T, device=q_SHD.device)[None, :]
     distance = row + (T - S) - col  # 0 on the bottom-right diagonal, positive for past keys
 
     score_HST = torch.einsum("shd,thd->hst", q_SHD, k_THD) * options.softmax_scale
+    slope_HST = share_HST = None
     if options.softcap:
-        score_HST = options.softcap * torch.tanh(score_HST / options.softcap)
+        tanh_HST = torch.tanh(score_HST / options.softcap)
+        score_HST, slope_HST = options.softcap * tanh_HST, 1 - tanh_HST.square()
     if (bias := extras.bias) is not None:
         score_HST = score_HST + bias[sequence.index if bias.shape[0] > 1 else 0, :, :S, pad:T]
     if (slopes := extras.alibi_slopes) is not None:
@@ -72,14 +97,15 @@ def _one_sequence(q_SHD, k_TGD, v_TGV, sequence: Sequence, options, extras):
     empty_HS1 = (score_HST == NEG_INF).all(dim=-1, keepdim=True)
     score_HST = score_HST.masked_fill(empty_HS1, 0.0)
     lse_HS1 = torch.logsumexp(score_HST, dim=-1, keepdim=True)
-    p_HST = torch.exp(score_HST - lse_HS1).masked_fill(empty_HS1, 0.0)[..., : T - pad]
+    p_HST = torch.exp(score_HST - lse_HS1).masked_fill(empty_HS1, 0.0)
+    sink_HS = None if extras.sinks_H is None else p_HST[..., -1]
     if options.dropout_p:
         b, h = (torch.tensor(sequence.index, device=row.device), torch.arange(H, device=row.device))
         seed_offset = (extras.dropout_seed, extras.dropout_offset)
         keep = keep_mask(options.dropout_p, seed_offset, b, h[:, None, None], row, col)
-        p_HST = p_HST * keep / (1 - options.dropout_p)
-    out_SHV = torch.einsum("hst,thv->shv", p_HST, v_THV)
-    return out_SHV, lse_HS1.masked_fill(empty_HS1, NEG_INF)[..., 0]
+        share_HST = keep.to(dtype) / (1 - options.dropout_p)
+    lse_HS = lse_HS1.masked_fill(empty_HS1, NEG_INF)[..., 0]
+    return _Softmax(p_HST[..., : T - pad], sink_HS, share_HST, slope_HST, lse_HS)
 
 
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
@@ -89,20 +115,57 @@ def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
 
 
 def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads:
-    """Gradients by autograd through the reference, which is computed again."""
+    """Gradients by the formulas above, everything of forward computed again; bitwise repeatable."""
+    dtype = _compute_dtype(q)
     inputs = dict(q=q, k=k, v=v, sinks=extras.sinks_H, bias=extras.bias)
-    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
-    extras = replace(extras, sinks_H=leaves.get("sinks"), bias=leaves.get("bias"))
-    with torch.enable_grad():
-        results = attention_ref(
-            leaves["q"], leaves["k"], leaves["v"], options, extras, _compute_dtype(q)
-        )
-    given = gradients(results, leaves, dout, dlse)
-    return AttentionGrads(given["q"], given["k"], given["v"], given.get("sinks"), given.get("bias"))
+    grads = {n: torch.zeros_like(t, dtype=dtype) for n, t in inputs.items() if t is not None}
+    for sequence in sequences(q, k, extras):
+        one_dlse = None if dlse is None else dlse[sequence.lse_rows].to(dtype)
+        one_dout = dout[sequence.q_rows].to(dtype)
+        _add_sequence(grads, one_dout, one_dlse, (q, k, v), sequence, options, extras)
+    dq, dk, dv = (grads[n].to(inputs[n].dtype) for n in "qkv")
+    dbias = None if extras.bias is None else grads["bias"].to(extras.bias.dtype)
+    return AttentionGrads(dq, dk, dv, grads.get("sinks"), dbias)
+
+
+def _add_sequence(grads, dout_SHV, dlse_HS, qkv, sequence: Sequence, options, extras):
+    assert sequence.k_rows is not None, "pages take no gradients"
+    keys, pad = sequence.k_rows, sequence.leftpad
+    rows = (sequence.q_rows, keys, keys)
+    q_SHD, k_TGD, v_TGV = (x[at].to(dout_SHV.dtype) for x, at in zip(qkv, rows, strict=True))
+    k_THD, v_THV = _by_head(q_SHD, k_TGD, v_TGV, sequence)
+    soft = _softmax(q_SHD, k_THD, sequence, options, extras)
+    dp_HST = torch.einsum("shv,thv->hst", dout_SHV, v_THV)
+    dropped_HST = soft.p_HST
+    if soft.share_HST is not None:
+        dropped_HST, dp_HST = dropped_HST * soft.share_HST, dp_HST * soft.share_HST
+    row_HS = -(soft.p_HST * dp_HST).sum(-1)
+    if dlse_HS is not None:
+        row_HS = row_HS + dlse_HS.masked_fill(soft.lse_HS == NEG_INF, 0.0)
+    ds_HST = soft.p_HST * (dp_HST + row_HS[..., None])
+    if soft.sink_HS is not None:
+        grads["sinks"] += (soft.sink_HS * row_HS).sum(-1)
+    if (bias := extras.bias) is not None:
+        b = sequence.index if bias.shape[0] > 1 else 0
+        target = grads["bias"][b, :, : sequence.seqlen_q, pad : sequence.seqlen_k]
+        target += ds_HST.sum_to_size(target.shape)
+    if soft.slope_HST is not None:
+        ds_HST = ds_HST * soft.slope_HST
+    ds_HST = ds_HST * options.softmax_scale
+    grads["q"][sequence.q_rows] += torch.einsum("hst,thd->shd", ds_HST, k_THD)
+    found = dict(
+        k=torch.einsum("hst,shd->thd", ds_HST, q_SHD),
+        v=torch.einsum("hst,shv->thv", dropped_HST, dout_SHV),
+    )
+    for name, grad_THD in found.items():
+        G = grads[name].shape[-2]
+        grads[name][keys][pad:] += grad_THD.unflatten(1, (G, -1)).sum(2)
 
 
 def gradients(results, leaves, dout, dlse) -> dict[str, torch.Tensor]:
     """Gradient of each leaf given those of (out, lse); zeros for one without influence."""
+    recorded = leaves["q"].view_as(leaves["q"]).requires_grad
+    assert recorded, "autograd records nothing here: zeros would be a lie"
     if not results[0].requires_grad:  # no sequences
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     dlse = torch.zeros_like(results[1]) if dlse is None else dlse.to(results[1].dtype)

@@ -28,6 +28,14 @@ def ints(*values):
         (dict(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\), got 1.0; use 0.0"),
         (dict(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
         (dict(softcap=-1.0), ValueError, "softcap must be at least 0"),
+        (dict(softcap=float("nan")), ValueError, "softcap must be at least 0 and finite, got nan"),
+        (dict(softcap=float("inf")), ValueError, "softcap must be at least 0 and finite, got inf"),
+        (dict(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
+        (
+            dict(alibi_slopes=torch.zeros(4, requires_grad=True)),
+            NotImplementedError,
+            "alibi_slopes must not need gradients",
+        ),
         (dict(window_size=(-3, 0)), ValueError, "window_size must have sizes of at least 0"),
         (dict(window_size=(1,)), ValueError, "window_size must be a pair"),
         (dict(q=zeros(6, 4, 16)), ValueError, r"q must be \[batch, seqlen, heads, head_dim\]"),
@@ -77,6 +85,16 @@ def test_dense(change, error, message):
         (dict(cu_seqlens_q=torch.tensor([0, 4, 10])), TypeError, "cu_seqlens_q must be int32"),
         (dict(max_seqlen_q=4), ValueError, "max_seqlen_q must be at least the longest 6, got 4"),
         (dict(max_seqlen_k=None), ValueError, "max_seqlen_k must be the longest length"),
+        (
+            dict(cu_seqlens_k=ints(0, 3, 8), seqused_k=ints(5, 5)),
+            ValueError,
+            "seqused_k must be at most the length 3 of sequence 0, got 5",
+        ),
+        (
+            dict(seqused_q=ints(4, 6), cu_seqlens_q=ints(0, 6, 10)),
+            ValueError,
+            "seqused_q must be at most the length 4 of sequence 1, got 6",
+        ),
         (dict(cu_seqlens_k=None), ValueError, "cu_seqlens_k must be given with cu_seqlens_q"),
         (dict(q=zeros(1, 10, 4, 16)), ValueError, r"q must be \[tokens, heads, head_dim\]"),
         (

@@ -182,6 +182,40 @@ def test_bad_calls(change, message):
     assert not call["k_cache"].any()  # refused before anything was written
 
 
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(impl="tiled"), NotImplementedError, "tiled refuses"),
+        (dict(impl="magic"), ValueError, "impl must be one of"),
+        (
+            dict(cache_leftpad=torch.tensor([0, 99], dtype=torch.int32)),
+            ValueError,
+            "leftpad_k must have values from 0 to 8, got 99",
+        ),
+        (
+            dict(q=torch.zeros(2, 6, H, D), rotary_cos=torch.ones(8, 8)),
+            ValueError,
+            "rotary_cos must cover 9 positions, got 8",
+        ),
+        (dict(softcap=float("nan")), ValueError, "softcap must be"),
+    ],
+)
+@pytest.mark.parametrize("tensor_lengths", [False, True])
+def test_a_refused_call_leaves_the_cache_alone(tensor_lengths, change, error, message):
+    q, k, v = _sequence(1)
+    call = dict(
+        q=q, k_cache=torch.zeros(2, 8, G, D), v_cache=torch.zeros(2, 8, G, D), k=k, v=v,
+        cache_seqlens=3, causal=True,
+    )  # fmt: skip
+    if tensor_lengths:
+        call["cache_seqlens"] = torch.tensor([3, 3], dtype=torch.int32)
+    if "rotary_cos" in change:
+        change = {**change, "rotary_sin": change["rotary_cos"]}
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**{**call, **change})
+    assert not call["k_cache"].any() and not call["v_cache"].any()
+
+
 def test_gradients_are_refused():
     q, k, v = _sequence(4)
     with pytest.raises(NotImplementedError, match="q must not need gradients"):

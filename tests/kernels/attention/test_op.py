@@ -9,6 +9,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from ridgeline.core import arch as arches
+from ridgeline.core import registry
 from ridgeline.kernels.attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -83,6 +85,46 @@ def test_gradients_through_autograd_equal_fp64(name):
         if getattr(a, leaf) is not None:
             got = getattr(a, leaf).grad.double()
             torch.testing.assert_close(got, expected["d" + leaf], rtol=1e-4, atol=1e-5)
+
+
+THROUGH = {
+    name: cases.Case(name=name, seqlen_q=9, seqlen_k=11, dim_v=24, **options)
+    for name, options in cases.OPTIONS.items()
+} | {
+    "seqused": cases.Case(name="seqused", layout="seqused", batch=4, **cases.OPTIONS["everything"]),
+    "seqused-plain": cases.Case(name="seqused-plain", layout="seqused", batch=4),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH)
+@pytest.mark.parametrize("impl", [impl.name for impl in cases.impls_here()])
+def test_gradients_through_the_function_equal_fp64(impl, name):
+    """An operator's kernel runs below autograd: an implementation must not lean on it."""
+    built = cases.build(THROUGH[name])
+    problem = built.arguments.problem("bwd")
+    if refused := registry.refusal(_impl(impl), problem, arches.detect("cpu")):
+        pytest.skip(refused)
+    a = _with_grad(built.arguments)
+    seed, offset = (None, 0) if a.seed_offset is None else a.seed_offset.tolist()
+    out, lse = flash_attn_func(
+        a.q, a.k, a.v, a.dropout_p, a.softmax_scale, a.causal, (a.window_left, a.window_right),
+        a.softcap, a.alibi_slopes, sinks=a.sinks, bias=a.bias, seqused_q=a.seqused_q,
+        seqused_k=a.seqused_k, dropout_seed=seed, dropout_offset=offset, impl=impl, return_lse=True,
+    )  # fmt: skip
+    results, given = [out], [built.dout]
+    if built.dlse is not None:
+        results, given = [out, lse], [built.dout, built.dlse]
+    torch.autograd.backward(results, given)
+    expected = cases.reference(built, torch.float64)
+    for leaf in ("q", "k", "v", "sinks", "bias"):
+        if getattr(a, leaf) is not None:
+            got, want = getattr(a, leaf).grad.double(), expected["d" + leaf]
+            assert want.any() or name == "window-0-0"  # one key a row: only v matters
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def _impl(name: str) -> registry.Impl:
+    return next(impl for impl in registry.impls("attention") if impl.name == name)
 
 
 def test_gradcheck_in_fp64():
@@ -179,6 +221,20 @@ def test_impl_argument_and_environment(monkeypatch):
     assert module_for(replace(a, impl="cpu"), "fwd").__name__.endswith(".cpu")
     with pytest.raises(ValueError, match="attention: impl must be one of .*got 'best'"):
         module_for(replace(a, impl="best"), "fwd")
+
+
+def test_a_refused_backward_is_refused_before_the_forward(monkeypatch):
+    def forward_only(problem, arch):
+        return "forward only" if problem.direction == "bwd" else None
+
+    impl = replace(_impl("cpu"), name="half", refuses=forward_only, priority=1000)
+    monkeypatch.setitem(registry._impls["attention"], "half", impl)
+    q = torch.randn(1, 5, 2, 8)
+    assert flash_attn_func(q, q, q, impl="half").shape == q.shape
+    with pytest.raises(NotImplementedError, match="half refuses .*half: forward only"):
+        flash_attn_func(q.requires_grad_(), q, q, impl="half")
+    assert flash_attn_func(q, q, q).requires_grad  # left to choose, backward takes another
+    _decide.cache_clear()
 
 
 def test_decision_is_cached():
