@@ -197,3 +197,21 @@ def test_import_brings_no_triton():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_left_padding_hides_the_first_keys_and_moves_nothing(impl):
+    """Forward and backward against each sequence with its keys cut off."""
+    q, k, v = (torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    first = torch.tensor([3, 0], dtype=torch.int32)
+    out = flash_attn_func(q, k, v, causal=True, leftpad_k=first, impl=impl)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    rows = [
+        flash_attn_func(q[b : b + 1], k[b : b + 1, n:], v[b : b + 1, n:], causal=True, impl="ref")
+        for b, n in enumerate(first.tolist())
+    ]
+    want = torch.cat(rows)
+    wanted = torch.autograd.grad(want.square().sum(), (q, k, v))
+    torch.testing.assert_close(out, want)
+    for got, expected in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, expected)
