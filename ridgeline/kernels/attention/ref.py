@@ -93,12 +93,20 @@ def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrad
     inputs = dict(q=q, k=k, v=v, sinks=extras.sinks_H, bias=extras.bias)
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
     extras = replace(extras, sinks_H=leaves.get("sinks"), bias=leaves.get("bias"))
-    with torch.enable_grad():
+    with torch.enable_grad(), _autograd_inside_an_operator():
         results = attention_ref(
             leaves["q"], leaves["k"], leaves["v"], options, extras, _compute_dtype(q)
         )
-    given = gradients(results, leaves, dout, dlse)
+        given = gradients(results, leaves, dout, dlse)
     return AttentionGrads(given["q"], given["k"], given["v"], given.get("sinks"), given.get("bias"))
+
+
+def _autograd_inside_an_operator():
+    """PyTorch switches autograd off inside an operator's kernel; without this nothing is recorded."""
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def gradients(results, leaves, dout, dlse) -> dict[str, torch.Tensor]:

@@ -215,3 +215,18 @@ def test_left_padding_hides_the_first_keys_and_moves_nothing(impl):
     torch.testing.assert_close(out, want)
     for got, expected in zip(grads, wanted, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu", "tiled"])
+def test_gradients_through_the_function_are_the_formulas(impl):
+    """Not the module's backward alone: inside an operator autograd is off unless asked for."""
+    q, k, v = (torch.randn(2, 5, 2, 16, requires_grad=True) for _ in range(3))
+    weight = torch.randn(2, 5, 2, 16)
+    p = torch.softmax(torch.einsum("bshd,bthd->bhst", q, k) / 4, dim=-1)
+    plain = torch.einsum("bhst,bthd->bshd", p, v)
+    found = [
+        torch.autograd.grad((out * weight).sum(), (q, k, v))
+        for out in (plain, flash_attn_func(q, k, v, impl=impl))
+    ]
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
