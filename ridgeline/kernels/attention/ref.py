@@ -102,7 +102,7 @@ def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrad
 
 
 def _autograd_inside_an_operator():
-    """PyTorch switches autograd off inside an operator's kernel; without this nothing is recorded."""
+    """PyTorch switches autograd off inside an operator: without this nothing is recorded."""
     keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
         excluded = excluded.remove(key)
