@@ -22,6 +22,7 @@ from ridgeline.core.errors import UserError
 from ridgeline.integrations import kernel_package
 from ridgeline.integrations.hf_attention import ridgeline_attention
 from ridgeline.integrations.hf_masks import make_mask_function
+from ridgeline.integrations.hf_quantizer import take_over
 
 NAME = "ridgeline"
 PACKAGE_NAME = "ridgeline_flash"
@@ -52,6 +53,20 @@ def enable() -> None:
         modeling.AttentionInterface.register(PAGED_NAME, paged.paged_attention_forward)
     _put_in_front(utils)
     _let_models_take_it(modeling.PreTrainedModel, utils)
+
+
+def enable_gptq() -> None:
+    """Make from_pretrained run GPTQ folders on our kernels, in the place of its own loader.
+
+    This replaces Transformers' entries for quant_method "gptq" in this process, openly and only
+    here. Calling it again changes nothing. Raises: UserError as enable().
+    """
+    _check_version()
+    take_over(
+        importlib.import_module("transformers.quantizers.auto"),
+        importlib.import_module("transformers.quantizers.base"),
+        importlib.import_module("transformers.utils.quantization_config"),
+    )
 
 
 def _check_version() -> None:

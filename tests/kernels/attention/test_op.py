@@ -253,3 +253,36 @@ def test_import_brings_no_triton():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_left_padding_hides_the_first_keys_and_moves_nothing(impl):
+    """Forward and backward against each sequence with its keys cut off."""
+    q, k, v = (torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    first = torch.tensor([3, 0], dtype=torch.int32)
+    out = flash_attn_func(q, k, v, causal=True, leftpad_k=first, impl=impl)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    rows = [
+        flash_attn_func(q[b : b + 1], k[b : b + 1, n:], v[b : b + 1, n:], causal=True, impl="ref")
+        for b, n in enumerate(first.tolist())
+    ]
+    want = torch.cat(rows)
+    wanted = torch.autograd.grad(want.square().sum(), (q, k, v))
+    torch.testing.assert_close(out, want)
+    for got, expected in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu", "tiled"])
+def test_gradients_through_the_function_are_the_formulas(impl):
+    """Not the module's backward alone: inside an operator autograd is off unless asked for."""
+    q, k, v = (torch.randn(2, 5, 2, 16, requires_grad=True) for _ in range(3))
+    weight = torch.randn(2, 5, 2, 16)
+    p = torch.softmax(torch.einsum("bshd,bthd->bhst", q, k) / 4, dim=-1)
+    plain = torch.einsum("bhst,bthd->bshd", p, v)
+    found = [
+        torch.autograd.grad((out * weight).sum(), (q, k, v))
+        for out in (plain, flash_attn_func(q, k, v, impl=impl))
+    ]
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
