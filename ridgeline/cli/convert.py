@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ridgeline.cli.command import Command, Result
+from ridgeline.cli.overwrite import check_out
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
@@ -47,7 +48,7 @@ class ConvertConfig:
     """Largest safetensors file, GB (1e9 bytes), above 0; folders only, a GGUF file's model is
     written with the default."""
     overwrite: bool = False
-    """Replace `out` where it exists."""
+    """Replace `out` where it is a model folder with nothing else in it."""
 
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
@@ -70,10 +71,14 @@ def convert(config: ConvertConfig) -> Result:
     """
     if not config.source.exists():
         raise UserError(f"convert: source must exist, got {config.source}; check the path")
+<<<<<<< HEAD
     if config.out.exists() and not config.overwrite:
         raise UserError(f"convert: {config.out} exists already; choose another or pass --overwrite")
     if config.format != "keep":
         return _requantized(config)
+=======
+    check_out("convert", config.out, config.source, overwrite=config.overwrite)
+>>>>>>> fixrest
     if config.source.is_dir():
         if is_quantized(config.source):
             raise UserError(

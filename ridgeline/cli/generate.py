@@ -25,7 +25,8 @@ class GenerateConfig:
     prompt: str | None = None
     """What to answer; unless given, every line of standard input is a turn of one conversation."""
     chat: bool = True
-    """Wrap the prompt in the model's chat template; --no-chat continues the text as it is."""
+    """Wrap the prompt in the model's chat template; --no-chat continues the text, after what
+    the tokenizer puts before a text (a BOS, for many models)."""
     system: str = ""
     """A system message before the first turn (with --chat)."""
     max_new_tokens: int = 128
@@ -83,17 +84,29 @@ def generate(config: GenerateConfig) -> Result:
             text = opened.tokenizer.apply_chat_template(messages)
         else:
             text = turn
-        answer = answer_streamed(opened, text, config.sampling())
+        answer = answer_streamed(opened, text, config.sampling(), plain_text=not config.chat)
         messages.append({"role": "assistant", "content": answer["text"]})
         answers.append({"prompt": turn, **answer})
     return {"model": str(config.model), "weights": opened.weights, "answers": answers}
 
 
-def answer_streamed(opened: OpenModel, prompt: str, sampling: SamplingConfig) -> dict[str, Any]:
-    """Generate after `prompt`, each piece told at once; the text with its counts and rates."""
+def answer_streamed(
+    opened: OpenModel, prompt: str, sampling: SamplingConfig, *, plain_text: bool = False
+) -> dict[str, Any]:
+    """Generate after `prompt`, each piece told at once; the text with its counts and rates.
+
+    plain_text: no chat template wrote the prompt, so the tokenizer adds its special tokens.
+    """
     stats = GenerationStats()
     pieces = []
-    for piece in generate_text(opened.model, opened.tokenizer, prompt, sampling, stats=stats):
+    for piece in generate_text(
+        opened.model,
+        opened.tokenizer,
+        prompt,
+        sampling,
+        add_special_tokens=plain_text,
+        stats=stats,
+    ):
         pieces.append(piece)
         progress.event("text", text=piece)
         if progress.mode() in ("bars", "lines"):

@@ -163,7 +163,9 @@ def _guarded(name: str, words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (ValueError, TypeError, NotImplementedError) as error:
-        return _fail(str(error), BAD_ARGUMENTS, debug)
+        reason = str(error)
+        hint = "" if debug or _ours(reason) else " (--debug shows the traceback)"
+        return _fail(f"{reason}{hint}", BAD_ARGUMENTS, debug)
     except UserError as error:
         return _fail(str(error), FAILED, debug)
     except OSError as error:
@@ -172,6 +174,12 @@ def _guarded(name: str, words: list[str]) -> int:
     except Exception as error:
         hint = "" if debug else "; --debug prints the traceback"
         return _fail(f"{name}: {type(error).__name__}: {error}{hint}", FAILED, debug)
+
+
+def _ours(reason: str) -> bool:
+    """Whether a message has the project's form, `<op>: <arg> ...; <what to do>`; another is likely
+    a library's or a bug of ours, and says little without its traceback."""
+    return re.match(r"[^:;]+: .+(; | must ).+", reason, re.DOTALL) is not None
 
 
 def _choose_config(prog: str, command: Command, words: list[str]) -> tuple[str, type, list[str]]:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 
 from ridgeline.cli.command import Command, Result
+from ridgeline.cli.overwrite import QUANTIZE_REPORT, check_out
 from ridgeline.cli.tables import bytes_text, table
-from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.errors import bad_value
 from ridgeline.core.text import read_text
 from ridgeline.engine.load import Device, choose_device
 from ridgeline.formats.convert import SourceFacts, target_layout
@@ -30,8 +31,6 @@ from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.checkpoint import Extras, save_quantized
 from ridgeline.quant.gptq import GPTQOptions
 from ridgeline.quant.recipe import Override, Recipe, calibration_blocks
-
-REPORT = "quantize_report.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class QuantizeConfig:
     skip: tuple[str, ...] = ()
     """Regular expressions; linears whose full name matches one stay as they are."""
     overwrite: bool = False
-    """Replace `out` where it exists."""
+    """Replace `out` where it is a model folder with nothing else in it."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
 
@@ -107,8 +106,7 @@ def quantize(config: QuantizeConfig) -> Result:
     Raises: UserError for a model or text that cannot be used, text too short, an `out` that exists,
     a disk that refuses; ValueError for widths that the group size does not fit.
     """
-    if config.out.exists() and not config.overwrite:
-        raise UserError(f"quantize: {config.out} exists; choose another or pass --overwrite")
+    check_out("quantize", config.out, config.model, overwrite=config.overwrite)
     recipe = recipe_of(config)
     raw = load_hf_config(config.model)
     token_ids = _calibration(config)
@@ -126,7 +124,7 @@ def quantize(config: QuantizeConfig) -> Result:
         recipe,
         extras=Extras(
             files=tuple(_companions(config.model)),
-            texts=((REPORT, json.dumps(summary, indent=1)),),
+            texts=((QUANTIZE_REPORT, json.dumps(summary, indent=1)),),
         ),
         overwrite=config.overwrite,
     )

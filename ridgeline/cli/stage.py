@@ -12,11 +12,13 @@ import json
 import pkgutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import ridgeline
 from ridgeline.cli import stages
+from ridgeline.core.arch import detect
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.core.files import atomic_write_text
 from ridgeline.report.section import Section
@@ -105,7 +107,12 @@ def all_stages() -> list[Stage]:
 
 def fingerprint(stage: Stage, context: Context) -> dict[str, Any]:
     """What a kept result must share with this run to count."""
-    values: dict[str, Any] = {"version": ridgeline.__version__, "device": context.device}
+    values: dict[str, Any] = {
+        "version": ridgeline.__version__,
+        "torch": metadata.version("torch"),
+        "machine": detect(context.device).device,
+        "device": context.device,
+    }
     config = asdict(context.config)
     for name in stage.depends:
         earlier = context.results.get(name, {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ridgeline.core import env
@@ -211,8 +212,26 @@ def _detect_cpu() -> Arch:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return replace(
-        KNOWN["cpu"], device=f"{model}, {cores} cores", num_units=cores, memory_bytes=memory
+        KNOWN["cpu"],
+        device=f"{model}, {cores} cores",
+        num_units=cores,
+        l2_bytes=_last_level_bytes() or KNOWN["cpu"].l2_bytes,
+        memory_bytes=memory,
     )
+
+
+def _last_level_bytes(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int | None:
+    """Size of the highest cache level as Linux states it ("32768K", "96M"); None: not stated."""
+    levels: dict[int, int] = {}
+    for index in Path(folder).glob("index*"):
+        try:
+            level = int((index / "level").read_text())
+            text = (index / "size").read_text().strip()
+            unit = {"K": _KIB, "M": _MIB, "G": _GIB}.get(text[-1:], 1)
+            levels[level] = max(levels.get(level, 0), int(text.rstrip("KMG")) * unit)
+        except (OSError, ValueError):
+            continue
+    return levels[max(levels)] or None if levels else None
 
 
 def _detect_cuda(device: torch.device | str) -> Arch:

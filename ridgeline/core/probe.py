@@ -1,6 +1,7 @@
 """Measuring a machine's ceilings: read and copy bandwidth, matmul rate by dtype.
 
-Arrays are eight times the last-level cache (four GiB at most on a GPU), so reads come from memory.
+Arrays are eight times the last-level cache (128 MiB at least; 4 GiB and an eighth of the memory at
+most), so reads come from memory. A CPU's cache is what Linux states, else taken as 32 MiB.
 Each figure is the best of repeated runs inside a time budget: a ceiling is what the machine has
 been seen to do, and a busy neighbour only ever hides it. Method as STREAM's (McCalpin, 1995): bytes
 are those the program asks for, copy counts read plus written.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.core.errors import bad_value
 from ridgeline.formats.base import QuantizedWeight
 
 
@@ -99,7 +100,14 @@ def quantize_with(
 
 
 def quantize_rtn(w_NK: torch.Tensor, spec: GridSpec, group_size: int) -> QuantizedWeight:
-    """Round to nearest with min-max group parameters."""
+    """Round to nearest with min-max group parameters.
+
+    Raises: ValueError for a weight with NaN or infinity, which no code stands for.
+    """
+    if not bool(torch.isfinite(w_NK).all()):
+        raise bad_value(
+            "grid", "w_NK", "be finite", "NaN or infinity", "restore the weights from their source"
+        )
     w_NK = w_NK if w_NK.dtype == torch.float64 else w_NK.float()
     grouped = group_view(w_NK, group_size)
     scale, zero = range_params(grouped.amin(-1), grouped.amax(-1), spec)

@@ -1,15 +1,15 @@
 """Chat templates: jinja2 in a sandbox, with the names that Hugging Face's templates use.
 
 A template comes with a checkpoint and is not trusted: it runs in an immutable sandbox without
-attributes that start with an underscore, its loops over `range`, its strings and its output are
-bounded, and messages are data only. The names (raise_exception, strftime_now, tojson without HTML
-escapes, loop controls, the `generation` tag) are those of transformers' chat templating guide.
+attributes that start with an underscore, its loops over `range`, its strings (chat_limits.py) and
+its output are bounded, and messages are data only. The names (raise_exception, strftime_now, tojson
+without HTML escapes, loop controls, the `generation` tag) are those of transformers' chat
+templating guide.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -18,22 +18,15 @@ import jinja2
 import jinja2.ext
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.nn import chat_limits
+from ridgeline.nn.chat_limits import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 256 * 1024
-MAX_INPUT_CHARS = 16 * 2**20
 MAX_OUTPUT_CHARS = 32 * 2**20
-MAX_STRING_CHARS = 4 * 2**20
-"""Longest string that a `*`, `%` or `+` of a template may build."""
 MAX_RANGE_TOTAL = 1_000_000
 """Iterations over `range` in one rendering."""
-
-
-_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
-"""A printf width or precision of four digits or from an argument."""
-
 
 _TEMPLATE_ERRORS = (
     jinja2.exceptions.TemplateError,
@@ -57,23 +50,6 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "%", "+", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise jinja2.exceptions.SecurityError("powers are not allowed in a chat template")
-        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        times = [side for side in (left, right) if isinstance(side, int)]
-        if operator == "*" and sizes and times and sizes[0] * times[0] > MAX_STRING_CHARS:
-            raise jinja2.exceptions.SecurityError("a string of the template is too long")
-        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise jinja2.exceptions.SecurityError("the width of a format is too large")
-        if operator == "+" and sum(sizes) > MAX_INPUT_CHARS + MAX_STRING_CHARS:
-            raise jinja2.exceptions.SecurityError("a string of the template is too long")
-        return super().call_binop(context, operator, left, right)
-
-
 def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
@@ -89,6 +65,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    chat_limits.check_chars(_json_chars(value, indent))
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -96,6 +73,13 @@ def _tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _json_chars(value: Any, indent: int | None) -> int:
+    """At least the characters of a value's JSON, so far as they grow with its size."""
+    if indent is not None and not 0 <= indent <= 16:
+        raise jinja2.exceptions.SecurityError("tojson indents by 0 to 16")
+    return chat_limits.chars_of(value)
 
 
 def _bounded_range() -> Any:
@@ -126,7 +110,7 @@ class ChatTemplate:
             )
         self.source = source
         self._special_tokens = dict(special_tokens)
-        environment = _Environment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -192,11 +176,11 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 "chat template", "messages", "be objects with a role", repr(message)[:80], "add it"
             )
         total += len(str(message.get("content") or ""))
-    if total > MAX_INPUT_CHARS:
+    if total > chat_limits.MAX_INPUT_CHARS:
         raise bad_value(
             "chat template",
             "messages",
-            f"hold at most {MAX_INPUT_CHARS} characters",
+            f"hold at most {chat_limits.MAX_INPUT_CHARS} characters",
             total,
             "shorten them",
         )

@@ -158,20 +158,22 @@ def generate_text(
     prompt: str,
     sampling: SamplingConfig,
     *,
+    add_special_tokens: bool = False,
     stats: GenerationStats | None = None,
 ) -> Iterator[str]:
     """Yield pieces of text as they are complete UTF-8; special tokens are left out.
 
-    prompt: text as the model shall see it (Tokenizer.apply_chat_template makes it from a chat).
+    prompt: text as the model shall see it (Tokenizer.apply_chat_template makes it from a chat, with
+    the special tokens in it); add_special_tokens: put around it what the tokenizer's post-processor
+    says (a BOS, for many models), for a prompt that is plain text.
     Stops at the model's and the tokenizer's end tokens.
     Raises (at the call): ValueError as `generate_ids`.
     """
     stops = set(model.config.eos_token_ids)
     if (eos := tokenizer.role_id("eos_token")) is not None:
         stops.add(eos)
-    ids = generate_ids(
-        model, tokenizer.encode(prompt), sampling, stop_ids=sorted(stops), stats=stats
-    )
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    ids = generate_ids(model, prompt_ids, sampling, stop_ids=sorted(stops), stats=stats)
     return _pieces(ids, tokenizer)
 
 

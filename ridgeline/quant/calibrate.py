@@ -21,7 +21,7 @@ from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.grid import GridSpec
-from ridgeline.quant.gptq import Hessian, LayerReport, quantize_layers
+from ridgeline.quant.gptq import Hessian, LayerReport, check_finite, quantize_layers
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import ModuleReport, QuantizedModel
 from ridgeline.quant.rtn import quantize_layer_rtn
@@ -48,12 +48,13 @@ def quantize_model(
     Shapes: token_ids int64 [B, S], whole sequences without padding; not needed (None) for rtn.
     on_block(index, {full name: weight}) is called as each block is done, to stream it out.
     Raises: TypeError for a model that is no BlockwiseModel; ValueError for missing token ids;
-    UserError for activations that are not finite or a Hessian that cannot be factorized.
+    UserError for weights or activations that are not finite or a Hessian that cannot be factorized.
     """
     if not isinstance(model, BlockwiseModel):
         raise bad_type(
             "quantize", "model", "be a BlockwiseModel", type(model).__name__, "wrap it in one"
         )
+    _check_weights(model, recipe)
     start = time.perf_counter()
     run = _Run(model, recipe, on_block)
     layers = len(model.blocks) * sum(len(group) for group in model.linear_groups())
@@ -72,6 +73,15 @@ def quantize_model(
         calibration_tokens=tokens,
         seconds=time.perf_counter() - start,
     )
+
+
+def _check_weights(model: BlockwiseModel, recipe: Recipe) -> None:
+    """Before any work, whether every weight to be quantized is finite."""
+    for index in range(len(model.blocks)):
+        for name in (name for group in model.linear_groups() for name in group):
+            full = f"{model.block_prefix(index)}.{name}"
+            if recipe.layout_of(full) is not None:
+                check_finite(model.blocks[index].get_submodule(name).weight.detach(), full)
 
 
 def _checked(token_ids_BS: torch.Tensor | None) -> torch.Tensor:

@@ -174,6 +174,15 @@ def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return upper, not bool(torch.isfinite(upper).all())
 
 
+def check_finite(w_NK: torch.Tensor, name: str) -> None:
+    """Refuse a weight that no code stands for. Raises: UserError naming the layer."""
+    if not bool(torch.isfinite(w_NK).all()):
+        raise UserError(
+            f"quantize: the weights of {name} must be finite, got NaN or infinity; fetch the "
+            "checkpoint again, or skip the layer"
+        )
+
+
 def quantize_layers(
     weights: list[torch.Tensor],
     hessian_KK: torch.Tensor,
@@ -186,8 +195,10 @@ def quantize_layers(
     """Quantize layers that share one input (and so one H), solved together.
 
     Shapes: weights [N_i, K] each; hessian [K, K], mean over tokens of x x^T, fp32 (fp64 stays).
-    Raises: UserError when H cannot be factorized.
+    Raises: UserError when H cannot be factorized or a weight is not finite.
     """
+    for w_NK in weights:
+        check_finite(w_NK, name)
     H = hessian_KK if hessian_KK.dtype == torch.float64 else hessian_KK.float()
     solver = _Solver(weights, H, factorize(H, options, name), spec, group_size, options)
     signed_KN = solver.solve()

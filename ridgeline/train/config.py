@@ -132,8 +132,8 @@ class OptimConfig:
     """Peak learning rate, in [0, 10]."""
     min_lr_ratio: float = 0.1
     """Learning rate at the last step over the peak, in [0, 1]."""
-    warmup_steps: int = 20
-    """Steps of linear rise to the peak, at least 0."""
+    warmup_steps: int | None = None
+    """Steps of linear rise to the peak, at least 0; none: a tenth of the run, 20 at the most."""
     beta1: float = 0.9
     """Decay of the first moment, in [0, 1)."""
     beta2: float = 0.95
@@ -149,7 +149,7 @@ class OptimConfig:
         _finite("optim.lr", self.lr, 0.0, 10.0)
         _finite("optim.min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
         _require(
-            self.warmup_steps >= 0,
+            self.warmup_steps is None or self.warmup_steps >= 0,
             "optim.warmup_steps",
             "be at least 0",
             self.warmup_steps,
@@ -277,7 +277,7 @@ class TrainConfig:
         if self.loss_chunk_tokens is not None:
             _positive_int("loss_chunk_tokens", self.loss_chunk_tokens)
         _require(
-            self.optim.warmup_steps <= self.steps,
+            self.optim.warmup_steps is None or self.optim.warmup_steps <= self.steps,
             "optim.warmup_steps",
             f"be at most steps ({self.steps})",
             self.optim.warmup_steps,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -60,7 +61,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held so far: allocated on the GPU, or the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024  # KiB on Linux, bytes on macOS
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -27,12 +27,18 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate of a step (0 is the first): linear warmup to the peak, then half a cosine down
     to min_lr_ratio of it at the last step. A function of the step alone, so resuming needs no
     state."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    span = steps - 1 - config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / span) if span > 0 else 1.0
+    warmup = warmup_steps(steps, config)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    span = steps - 1 - warmup
+    progress = min(1.0, (step - warmup) / span) if span > 0 else 1.0
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def warmup_steps(steps: int, config: OptimConfig) -> int:
+    """Steps of the linear rise: those asked for, else a tenth of the run and 20 at the most."""
+    return min(20, steps // 10) if config.warmup_steps is None else config.warmup_steps
 
 
 class PartOptimizer:

@@ -25,7 +25,7 @@ from ridgeline.core.files import atomic_dir, atomic_path
 from ridgeline.train.config import DataConfig
 from ridgeline.train.documents import DocumentRule, file_digest, read_documents
 
-_VERSION = 1
+_VERSION = 2
 _BATCH_CHARS = 1 << 20
 _END = "<|endoftext|>"
 # Ends of a pretraining document, before the end of a chat turn that tokenizer_config.json may name.
@@ -255,7 +255,7 @@ def _write_store(
     ):
         texts = (text for path in files for text in read_documents(path, rule))
         for batch in _batches(texts):
-            for encoding in built.encode_batch_fast(batch):
+            for encoding in built.encode_batch_fast(batch, add_special_tokens=False):
                 ids = encoding.ids
                 if not ids or ids[-1] != tokenizer.end_id:
                     ids = [*ids, tokenizer.end_id]

@@ -192,7 +192,8 @@ class _Run:
         self.step += 1
         self.consumed += len(indices)
         self._due_row = self.step % config.log.every_steps == 0 or self.step == config.steps
-        if self._due_row and self.device.type == "cuda":
+        if self.device.type == "cuda" and (self._due_row or self._due_eval() or self._due_save()):
+            # What is still queued belongs to these steps, not to the evaluation or the saving.
             torch.cuda.synchronize(self.device)
         self.meter.stop(seqlens)
         return True
@@ -216,17 +217,21 @@ class _Run:
 
     def _after_step(self) -> str:
         """Row, evaluation and checkpoint where they are due; returns the progress bar's note."""
-        config, note = self.config, ""
-        if self._due_row:
-            note = self._write_row()
-        every = config.log.eval_every_steps
+        note = self._write_row() if self._due_row else ""
         self.eval_loss = None
-        if every and self.step % every == 0:
+        if self._due_eval():
             self._evaluate()
-        every = config.checkpoint.every_steps
-        if every and self.step % every == 0:
+        if self._due_save():
             self._save()
         return note
+
+    def _due_eval(self) -> bool:
+        every = self.config.log.eval_every_steps
+        return bool(every) and self.step % every == 0
+
+    def _due_save(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return bool(every) and self.step % every == 0
 
     def _check_finite(self) -> None:
         if not math.isfinite(self._health.item()):

@@ -189,3 +189,12 @@ def test_python_m_runs_it():
         [sys.executable, "-m", "ridgeline", "--version"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"ridgeline {ridgeline.__version__}\n")
+
+
+def test_an_error_that_is_not_of_our_form_points_at_debug(fake, capsys):
+    fake(_raise(TypeError("unsupported operand type(s) for +: 'int' and 'str'")))
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("'str' (--debug shows the traceback)")
+    fake(_raise(bad_value("fake", "count", "be even", 3, "double it")))
+    assert cli.main(["doctor"]) == 2
+    assert "--debug" not in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import pytest
 
 from ridgeline.cli import main as cli
 from ridgeline.cli import quickstart as command
-from ridgeline.cli.stage import Context, QuickstartConfig, Stage, all_stages, need
+from ridgeline.cli.stage import (
+    Context,
+    QuickstartConfig,
+    Stage,
+    all_stages,
+    keep,
+    kept_result,
+    need,
+)
+from ridgeline.cli.stages import train
+from ridgeline.core.arch import detect
 from ridgeline.core.errors import UserError
 from ridgeline.report.section import Section
 
@@ -155,3 +166,29 @@ def test_the_whole_path_on_real_weights(tmp_path, monkeypatch):
     assert f"resumed at step {results['train']['resumed_at']}" in text
     assert results["machine"]["device"]["name"] in text
     assert len(re.findall("<svg", page)) == 3
+
+
+def test_only_the_stages_own_folder_is_emptied(tmp_path):
+    mine, foreign = tmp_path / "train", tmp_path / "other" / train.FOLDER
+    for folder in (mine, foreign):
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("keep")
+    made = train.fresh_folder(tmp_path)
+    (made / "run" / "model").mkdir(parents=True)
+    (made / "text.jsonl").touch()
+    assert [p.name for p in train.fresh_folder(tmp_path).iterdir()] == [train.MARKER]
+    with pytest.raises(UserError, match=r"must be a folder that quickstart made to be replaced"):
+        train.fresh_folder(foreign.parent)
+    assert [(folder / "notes.txt").read_text() for folder in (mine, foreign)] == ["keep"] * 2
+
+
+def test_a_result_of_another_torch_or_machine_does_not_count(tmp_path, monkeypatch):
+    context = Context(config=QuickstartConfig(), folder=tmp_path, device="cpu")
+    keep(train.STAGE, context, {"folder": str(tmp_path)})
+    assert kept_result(train.STAGE, context) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("ridgeline.cli.stage.metadata.version", lambda name: "0.1")
+        assert kept_result(train.STAGE, context) is None
+    other = replace(detect("cpu"), device="another CPU, 96 cores")
+    monkeypatch.setattr("ridgeline.cli.stage.detect", lambda device: other)
+    assert kept_result(train.STAGE, context) is None

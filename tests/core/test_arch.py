@@ -89,3 +89,18 @@ def test_dtypes():
         assert dtypes.dtype_name(dtypes.torch_dtype(name)) == name
     with pytest.raises(ValueError, match="got 'int3'"):
         dtypes.canonical("int3")
+
+
+def test_the_highest_cache_level_counts(tmp_path, monkeypatch):
+    for index, (level, size) in enumerate([(1, "32K"), (3, "96M"), (2, "512K"), (3, "64M")]):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "level").write_text(f"{level}\n")
+        (folder / "size").write_text(f"{size}\n")
+    (tmp_path / "index9").mkdir()  # states nothing
+    assert arch._last_level_bytes(str(tmp_path)) == 96 * 2**20
+    assert arch._last_level_bytes(str(tmp_path / "index9")) is None
+    monkeypatch.setattr(arch, "_last_level_bytes", lambda: 48 * 2**20)
+    assert arch._detect_cpu().l2_bytes == 48 * 2**20
+    monkeypatch.setattr(arch, "_last_level_bytes", lambda: None)
+    assert arch._detect_cpu().l2_bytes == 32 * 2**20

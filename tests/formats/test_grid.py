@@ -77,3 +77,11 @@ def test_short_last_group() -> None:
     assert torch.equal(grouped[:, 2].amax(-1), w_NK[:, 8:].amax(-1))
     weight = quantize_rtn(w_NK, GridSpec(), 4)
     assert weight.scale_NR.shape == (3, 3) and weight.code_NK.shape == (3, 10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(bad) -> None:
+    w_NK = torch.randn(4, 16)
+    w_NK[2, 5] = bad
+    with pytest.raises(ValueError, match="grid: w_NK must be finite, got NaN or infinity"):
+        quantize_rtn(w_NK, GridSpec(), 8)

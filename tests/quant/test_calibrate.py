@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -238,3 +239,16 @@ def test_wrong_arguments() -> None:
     for bad in (None, torch.zeros(0, 5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)):
         with pytest.raises(ValueError, match="token_ids_BS must hold calibration sequences"):
             quantize_model(fresh(), bad, RECIPE)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_damaged_weight_is_refused_by_its_layer(ids: torch.Tensor, method: str) -> None:
+    model = fresh()
+    name = f"layers.1.{model.linear_groups()[0][0]}"
+    with torch.no_grad():
+        model.get_submodule(name).weight[1, 2] = float("nan")
+    recipe = replace(RECIPE, method=method)
+    with pytest.raises(UserError, match=rf"quantize: the weights of {name} must be finite"):
+        quantize_model(model, ids, recipe)
+    if method == "rtn":  # a layer that is skipped may hold what it likes
+        quantize_model(model, ids, replace(recipe, overrides=(Override(pattern=name, skip=True),)))

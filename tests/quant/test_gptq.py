@@ -180,3 +180,11 @@ def test_upper_factor_is_that_of_the_inverse() -> None:
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTQOptions(**options)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(bad) -> None:
+    w, H = layer()
+    w[3, 7] = bad
+    with pytest.raises(UserError, match="weights of layer must be finite, got NaN or infinity"):
+        solve(w, H)

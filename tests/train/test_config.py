@@ -109,7 +109,10 @@ def test_values_of_a_file_are_converted():
         ),
         (lambda: TrainConfig(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
         (lambda: TrainConfig(loss_chunk_tokens=0), "loss_chunk_tokens must be at least 1"),
-        (lambda: TrainConfig(steps=5), r"optim.warmup_steps must be at most steps \(5\), got 20"),
+        (
+            lambda: TrainConfig(steps=5, optim=OptimConfig(warmup_steps=6)),
+            r"optim.warmup_steps must be at most steps \(5\), got 6",
+        ),
         (lambda: ModelChoice(init="weights"), "model.init must be random where no model.folder"),
         (lambda: ModelChoice(preset=""), "model.preset must name a shape"),
         (lambda: DataConfig(seqlen=1), "data.seqlen must be at least 2, got 1"),
@@ -177,3 +180,7 @@ def test_every_field_is_described():
                     undescribed.append(ast.unparse(statement.target))
     assert set(undescribed) == {"model", "data", "optim", "checkpoint", "log"}
     assert set(undescribed) <= parts
+
+
+def test_a_short_run_needs_no_other_flag():
+    assert TrainConfig(steps=1).optim.warmup_steps is None

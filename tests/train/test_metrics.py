@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -41,10 +43,28 @@ def test_peak_is_named(cache):
 
 
 def test_peak_memory_grows_with_what_is_held():
-    before = peak_memory_bytes(torch.device("cpu"))
-    assert before > 50 * 2**20
-    held = torch.ones(max(1, before // 4 + 40 * 2**20 // 4))
-    assert peak_memory_bytes(torch.device("cpu")) >= before and held.sum() > 0
+    """In a process of its own: what this one held before does not hide the growth."""
+    script = (
+        "import torch\n"
+        "from ridgeline.train.metrics import peak_memory_bytes\n"
+        "before = peak_memory_bytes(torch.device('cpu'))\n"
+        "held = torch.ones(200 * 2**20 // 4)\n"
+        "print(before, peak_memory_bytes(torch.device('cpu')) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, grown = map(int, done.stdout.split())
+    assert 50 * 2**20 < before < 8 * 2**30
+    assert 120 * 2**20 < grown < 240 * 2**20
+
+
+@pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
+def test_the_unit_of_the_resident_set(monkeypatch, platform, factor):
+    monkeypatch.setattr(metrics.sys, "platform", platform)
+    monkeypatch.setattr(
+        metrics.resource, "getrusage", lambda _: types.SimpleNamespace(ru_maxrss=12345)
+    )
+    assert peak_memory_bytes(torch.device("cpu")) == 12345 * factor
 
 
 def rows_of(run_dir):

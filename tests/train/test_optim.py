@@ -6,7 +6,7 @@ from torch import nn
 
 from ridgeline.core.errors import UserError
 from ridgeline.train.config import OptimConfig
-from ridgeline.train.optim import PartOptimizer, clip_gradients, learning_rate
+from ridgeline.train.optim import PartOptimizer, clip_gradients, learning_rate, warmup_steps
 
 
 def test_schedule_values():
@@ -139,3 +139,15 @@ def test_frozen_parameters_stay():
     named["layer.bias"].requires_grad_(False)
     part = PartOptimizer(named.items(), OptimConfig())
     assert list(part.masters) == ["layer.weight"]
+
+
+def test_warmup_is_a_tenth_of_a_short_run():
+    assert [warmup_steps(steps, OptimConfig()) for steps in (1, 5, 40, 200, 9999)] == [
+        0,
+        0,
+        4,
+        20,
+        20,
+    ]
+    assert warmup_steps(5, OptimConfig(warmup_steps=3)) == 3
+    assert learning_rate(0, 40, OptimConfig(lr=1.0)) == 0.25

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 from ridgeline.cli.stage import Context, Result, Stage
+from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_write_text
 from ridgeline.core.text import wiki_split
 from ridgeline.nn.hf import load_config
@@ -26,12 +27,12 @@ from ridgeline.train.trainer import TrainResult, train
 
 SEQLEN, SAMPLES, VOCAB = 256, 8, 4096
 PRESET = "small"
+FOLDER, MARKER = "quickstart-train", ".made-by-ridgeline-quickstart"
 
 
 def run(context: Context) -> Result:
     """Train, stopped at a third and resumed; then the same run without a stop, a little further."""
-    folder = context.folder / "train"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = fresh_folder(context.folder)
     text = folder / "text.jsonl"
     documents = wiki_split().train
     atomic_write_text(text, "".join(json.dumps({"text": each}) + "\n" for each in documents))
@@ -69,6 +70,30 @@ def run(context: Context) -> Result:
     }
 
 
+def fresh_folder(parent: Path) -> Path:
+    """The stage's own folder, emptied; one without the marker is somebody else's.
+
+    Raises: UserError for a folder that this stage did not make, or a disk that refuses.
+    """
+    folder = parent / FOLDER
+    if folder.is_symlink() or (folder.exists() and not (folder / MARKER).is_file()):
+        raise UserError(
+            f"quickstart: {folder} must be a folder that quickstart made to be replaced, got one "
+            f"without {MARKER}; move it away or choose another --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+        for entry in folder.iterdir():  # the marker stays: an interrupted removal can go on
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != MARKER:
+                entry.unlink()
+    except OSError as error:
+        raise UserError(f"quickstart: could not empty {folder}: {error.strerror}") from error
+    return folder
+
+
 def _config(context: Context, run_dir: Path) -> TrainConfig:
     steps = context.config.train_steps
     return TrainConfig(
@@ -80,11 +105,11 @@ def _config(context: Context, run_dir: Path) -> TrainConfig:
         device="cuda" if context.device == "cuda" else "cpu",
         model=ModelChoice(preset=PRESET),
         data=DataConfig(
-            files=(context.folder / "train" / "text.jsonl",),
+            files=(context.folder / FOLDER / "text.jsonl",),
             tokenizer="bpe",
             vocab_size=VOCAB,
             seqlen=SEQLEN,
-            cache=context.folder / "train" / "tokens",
+            cache=context.folder / FOLDER / "tokens",
         ),
         optim=OptimConfig(lr=3e-3, warmup_steps=min(10, steps)),
         checkpoint=CheckpointConfig(every_steps=0),
