@@ -71,14 +71,9 @@ def convert(config: ConvertConfig) -> Result:
     """
     if not config.source.exists():
         raise UserError(f"convert: source must exist, got {config.source}; check the path")
-<<<<<<< HEAD
-    if config.out.exists() and not config.overwrite:
-        raise UserError(f"convert: {config.out} exists already; choose another or pass --overwrite")
+    check_out("convert", config.out, config.source, overwrite=config.overwrite)
     if config.format != "keep":
         return _requantized(config)
-=======
-    check_out("convert", config.out, config.source, overwrite=config.overwrite)
->>>>>>> fixrest
     if config.source.is_dir():
         if is_quantized(config.source):
             raise UserError(
