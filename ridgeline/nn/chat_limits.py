@@ -55,7 +55,7 @@ def chars_of(value: Any) -> int:
         if isinstance(each, str):
             total += len(each) + 2
         elif isinstance(each, _SEQUENCES):
-            pending += each
+            pending.extend(each)
         elif isinstance(each, Mapping):
             pending += [part for pair in each.items() for part in pair]
         elif isinstance(each, Namespace):

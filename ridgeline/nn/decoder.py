@@ -259,7 +259,7 @@ class Decoder(nn.Module):
         """Bytes of weights that one decode step reads: everything but an untied lookup table.
 
         A replaced linear that keeps more than one form of its weight says with a method
-        `weight_bytes()` what a step of one token reads.
+        `read_bytes()`, else `weight_bytes()`, what a step of one token reads.
         """
         return sum(tensor_bytes for _, tensor_bytes in self._weights_read())
 
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if any(name.startswith(prefix + ".") for prefix in own_answer):
                 continue
-            answer = getattr(module, "weight_bytes", None)
+            answer = getattr(module, "read_bytes", None) or getattr(module, "weight_bytes", None)
             if module is not self and callable(answer):
                 own_answer.append(name)
                 found.append((name, int(answer())))  # pyright: ignore[reportArgumentType]

@@ -128,7 +128,7 @@ def _generate(
         device=weight.device,
     )
     generator = torch.Generator().manual_seed(sampling.seed)
-    weight_bytes = model.weight_bytes()
+    weight_bytes = 0
     kv_bytes = model.config.kv_bytes_per_token(weight.element_size())
     stats.prompt_tokens = len(prompt)
     start = time.perf_counter()
@@ -140,6 +140,7 @@ def _generate(
         stats.new_tokens += 1
         if step == 0:
             stats.prefill_s = now - start
+            weight_bytes = model.weight_bytes()  # now that quantized linears chose what they read
         else:
             stats.decode_s += now - start
             stats.decode_bytes += weight_bytes + cache.length * kv_bytes

@@ -18,7 +18,7 @@ from torch import nn
 from ridgeline.core.errors import bad_type, bad_value
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
-from ridgeline.kernels.w4a16.op import prepare, w4a16_linear
+from ridgeline.kernels.w4a16.op import decode_bytes, prepare, w4a16_linear
 from ridgeline.kernels.w4a16.prepared import Prepared
 
 
@@ -154,6 +154,14 @@ class QuantizedLinear(nn.Module):
         tensors = self.tensors()
         names = [name for name in (*self.layout.forward_parts(), "bias") if name in tensors]
         return sum(tensors[name].numel() * tensors[name].element_size() for name in names)
+
+    def read_bytes(self) -> int:
+        """Bytes that a one-row forward really reads: of the kernel's layout once it is made (a CPU
+        may read the widened weight), else `weight_bytes()`, the checkpoint's."""
+        if self._prepared is None:
+            return self.weight_bytes()
+        bias_bytes = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
+        return decode_bytes(self._prepared) + bias_bytes
 
     def shard(self, axis: str, rank: int, ranks: int) -> QuantizedLinear:
         """This rank's part of the layer: axis "column" splits N, "row" splits K.

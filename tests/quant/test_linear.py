@@ -198,3 +198,24 @@ def test_compiles_whole() -> None:
     x = torch.randn(3, 64)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), linear(x))
+
+
+@pytest.mark.parametrize(
+    ("symmetric", "dtype", "read"),
+    [
+        (True, torch.bfloat16, 32 * 64 // 2 + 2 * 2 * 32 * 2),  # int4 words, scale and zero each
+        (False, torch.bfloat16, None),
+        (True, torch.float32, 32 * 64 * 4),
+    ],
+)
+def test_bytes_read_are_those_of_the_layout_that_is_used(symmetric, dtype, read) -> None:
+    form = GPTQFormat(group_size=32, symmetric=symmetric)
+    w_NK = torch.randint(-7, 8, (32, 64)).float()
+    w_NK[:, ::32] = 7.5  # scale 1 exactly, so bf16 holds it
+    linear = QuantizedLinear.from_weight(form.quantize_ref(w_NK), form, dtype=dtype, impl="cpu")
+    packed = linear.weight_bytes()
+    assert linear.read_bytes() == packed  # nothing chosen yet
+    linear(torch.ones(1, 64, dtype=dtype))
+    wide = linear.prepare().tensors[0]
+    assert linear.read_bytes() == (wide.numel() * wide.element_size() if read is None else read)
+    assert linear.weight_bytes() == packed

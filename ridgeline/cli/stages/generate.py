@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ridgeline.cli.generate import answer_streamed
 from ridgeline.cli.stage import Context, Result, Stage, need
-from ridgeline.engine.load import open_model
+from ridgeline.engine.load import OpenModel, open_model
 from ridgeline.nn.generate import SamplingConfig
+from ridgeline.quant.linear import quantized_linears
 from ridgeline.report.section import Section
 
 
@@ -15,13 +16,22 @@ def run(context: Context) -> Result:
     prompt = context.config.prompt
     text = opened.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     sampling = SamplingConfig(max_new_tokens=context.config.max_new_tokens)
+    answer = answer_streamed(opened, text, sampling)
     return {
         "prompt": prompt,
         "weights": opened.weights,
         "dtype": opened.dtype,
-        "weight_bytes": opened.model.weight_bytes(),
-        **answer_streamed(opened, text, sampling),
+        "weight_bytes": opened.model.weight_bytes(),  # of the layouts that the run has made
+        "packed_bytes": packed_bytes(opened),
+        **answer,
     }
+
+
+def packed_bytes(opened: OpenModel) -> int:
+    """Weights of a step as the checkpoint stores them, whatever the kernels read instead."""
+    linears = [linear for _, linear in quantized_linears(opened.model)]
+    beyond = sum(linear.read_bytes() - linear.weight_bytes() for linear in linears)
+    return opened.model.weight_bytes() - beyond
 
 
 def say(result: Result) -> str:
@@ -40,7 +50,8 @@ def section(result: Result, context: Context) -> Section:
         paragraphs=(
             f"Prompt: {result['prompt']} Greedy decoding of {result['weights']} weights with "
             f"activations in {result['dtype']}, one sequence; every step reads "
-            f"{result['weight_bytes'] / 1e6:.0f} MB of weights.",
+            f"{result['weight_bytes'] / 1e6:.0f} MB of weights as the kernels hold them "
+            f"({result['packed_bytes'] / 1e6:.0f} MB in the checkpoint).",
         ),
         quote=result["text"],
         facts=(

@@ -86,6 +86,13 @@ def _wide_is_fast(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_fast_bf16()
 
 
+def decode_bytes(prepared: Prepared) -> int:
+    """Bytes of the layout that `forward` reads for one row: the int4 words with their scales where
+    they were made, else the whole widened weight."""
+    wide_NK, *int4 = prepared.tensors
+    return sum(t.numel() * t.element_size() for t in (int4 or [wide_NK]))
+
+
 def rows_for_wide() -> int:
     """Rows from which the widened weight is faster than the int4 kernel (measured; module
     docstring)."""

@@ -81,6 +81,12 @@ def prepare(
     )
 
 
+def decode_bytes(prepared: Prepared) -> int:
+    """Bytes of a prepared weight that one row of activations makes its implementation read."""
+    own = getattr(_module(prepared.impl), "decode_bytes", None)
+    return prepared.resident_bytes if own is None else own(prepared)
+
+
 def w4a16_linear(
     act: torch.Tensor,
     prepared: Prepared,

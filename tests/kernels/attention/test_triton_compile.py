@@ -70,9 +70,9 @@ def resources(compiled, tmp_path):
     return int(registers), int(stack), compiled.asm["sass"]
 
 
-# Stack bytes by (head dim, mask, kernel) of the few that spill. Head dim 128 with a window is measured
-# faster than its tile without a spill, 530 us against 560 at 16k (H200, 2026-11-29); causal is the
-# only tile measured there; 256 with a window has not been tuned.
+# Stack bytes by (head dim, mask, kernel) of the few that spill. Head dim 128 with a window is
+# measured faster than its tile without a spill, 530 us against 560 at 16k (H200, 2026-11-29);
+# causal is the only tile measured there; 256 with a window has not been tuned.
 SPILLS = {
     (128, "window", "attention_dkdv"): 48,
     (128, "causal", "attention_dkdv"): 16,
