@@ -17,6 +17,7 @@ from ridgeline import __version__
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.contract import WeightFormat, table_of, whole_number
 from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.formats.patterns import check_patterns
 
 _SYNONYMS = {
     "bits": ("bits", "w_bit", "wbits"),
@@ -113,6 +114,7 @@ def read_config(entry: Mapping[str, Any], where: str = "quantization_config") ->
             f"checkpoint: {where} must describe plain GPTQ tensors, got is_marlin_format; "
             "take the original GPTQ checkpoint"
         )
+    check_patterns(entry.get("dynamic"), f"{where}.dynamic")
     if str(entry.get("pack_dtype") or "int32") != "int32":
         raise UserError(
             f"checkpoint: {where}.pack_dtype must be int32, got {entry['pack_dtype']!r}; "

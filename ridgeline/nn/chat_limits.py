@@ -9,7 +9,7 @@ built; what no template needs is not there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, MappingView
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
 from typing import Any
 
 import jinja2.filters
@@ -30,7 +30,7 @@ _WIDE_PRINTF = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
 """A printf width or precision of four digits or from an argument."""
 _WIDE_FORMAT = re.compile(r"\{[^{}]*[:!][^{}]*(\{|\d{4,})")
 """The same of str.format."""
-_SEQUENCES = (list, tuple, set, frozenset, MappingView)
+_SEQUENCES = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _NO_METHODS = frozenset("center ljust rjust zfill expandtabs translate format_map encode".split())
 _NO_FILTERS = "batch center filesizeformat pprint slice urlize wordwrap xmlattr".split()
 

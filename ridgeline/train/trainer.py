@@ -192,11 +192,14 @@ class _Run:
         self.step += 1
         self.consumed += len(indices)
         self._due_row = self.step % config.log.every_steps == 0 or self.step == config.steps
-        if self.device.type == "cuda" and (self._due_row or self._due_eval() or self._due_save()):
-            # What is still queued belongs to these steps, not to the evaluation or the saving.
-            torch.cuda.synchronize(self.device)
+        if self._due_row or self._due_eval() or self._due_save():
+            self._wait()  # what is still queued is these steps' time, not the evaluation's
         self.meter.stop(seqlens)
         return True
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _loss_sum(self, batch: PackedBatch) -> torch.Tensor:
         """Summed loss of a packed batch; only a chunk's logits exist at once."""

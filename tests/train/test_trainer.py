@@ -308,3 +308,19 @@ def test_the_vocabulary_must_hold_the_tokens(make_config, small_model):
     (small_model / "config.json").write_text(json.dumps(raw))
     config = make_config(steps=1, optim={"warmup_steps": 0})
     assert build_model(config, byte_tokenizer(), torch.device("cpu")).config.vocab_size == 257
+
+
+def test_queued_work_is_waited_for_before_the_meter_stops(make_config, monkeypatch):
+    events: list[object] = []
+    stop = trainer.Meter.stop
+    monkeypatch.setattr(trainer._Run, "_wait", lambda run: events.append(run.step))
+    monkeypatch.setattr(
+        trainer.Meter, "stop", lambda meter, lens: (events.append("stop"), stop(meter, lens))[1]
+    )
+    config = make_config(
+        steps=6,
+        checkpoint={"every_steps": 3},
+        log={"every_steps": 6, "eval_every_steps": 2, "eval_samples": 2},
+    )
+    trainer.train(config)
+    assert events == ["stop", 2, "stop", 3, "stop", 4, "stop", "stop", 6, "stop"]
