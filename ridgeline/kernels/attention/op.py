@@ -297,7 +297,9 @@ def flash_attn_with_kvcache(
 
 
 def _append_and_attend(
-    a: Arguments, caches_and_new: tuple[torch.Tensor, ...], where: Where
+    a: Arguments,
+    caches_and_new: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    where: Where,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend; the cache is written once nothing can refuse the call any more.
 

@@ -11,7 +11,7 @@ tile is `load`ed (counted), worked on, and `store`d (counted); nothing else cros
   and rewritten each time. Bc = ceil(M / 4D), Br = min(Bc, D): of the order of S T D^2 / M elements.
 - FlashAttention-2: outer loop over Q blocks, inner over K, V. O stays in fast memory, is divided
   by l once at the end and written once; only O and LSE leave. K and V are read once for each Q
-  block.
+  block of M / 4D rows; the K, V blocks are as long as the scores leave room for.
 - FlashAttention-2's backward: outer over K, V blocks (dK, dV stay), inner over Q blocks (dQ is
   read, added to and written).
 `naive_traffic` counts standard attention, which writes and reads S and P: of the order of S T.
@@ -80,6 +80,27 @@ def tiles_for(fast_elements: int, head_dim: int) -> Tiles:
         )
     kv_rows = -(-fast_elements // (4 * head_dim))
     return Tiles(min(kv_rows, head_dim), kv_rows)
+
+
+def resident_tiles(
+    fast_elements: int, head_dim: int, *, resident: int, passing: int, scores: int
+) -> tuple[int, int]:
+    """Rows of the tiles that stay and of those that pass by, FlashAttention-2's block sizes.
+
+    Traffic falls with the rows r that stay, so `resident` tiles take half of M; the rows c that
+    pass get what is left: resident r D + passing c D + scores r c <= M. (The row statistics, of
+    the order of r, are not counted.) Raises: ValueError when not even one row of each fits.
+    """
+    stay = fast_elements // (2 * resident * head_dim)
+    left = fast_elements - resident * stay * head_dim
+    passing_rows = left // (passing * head_dim + scores * stay)
+    if stay < 1 or passing_rows < 1:
+        need = max(2 * resident * head_dim, (resident + passing) * head_dim + scores)
+        raise ValueError(
+            f"attention: fast_elements must be at least {need}, got {fast_elements}; "
+            "a row of each tile has to fit"
+        )
+    return stay, passing_rows
 
 
 def naive_traffic(seqlen_q: int, seqlen_k: int, head_dim: int) -> Traffic:
@@ -167,15 +188,16 @@ def flash_2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention-2's forward of one head -> (out_SV, lse_S)."""
     dim = max(q_SD.shape[1], v_TV.shape[1])
-    rows_per_tile = tiles_for(fast_elements, dim).kv_rows  # Q and O stay: a square tile
+    # Q and O stay, K and V pass by, P is written over S
+    q_rows, kv_rows = resident_tiles(fast_elements, dim, resident=2, passing=2, scores=1)
     S, T = q_SD.shape[0], k_TD.shape[0]
     mask = _Mask(T - S, options.causal)
     out, lse = q_SD.new_zeros(S, v_TV.shape[1]), q_SD.new_full((S,), NEG_INF)
-    for rows in _spans(S, rows_per_tile):
+    for rows in _spans(S, q_rows):
         q = traffic.load(q_SD[rows])
         o, total = q.new_zeros(q.shape[0], v_TV.shape[1]), q.new_zeros(q.shape[0])
         m = q.new_full((q.shape[0],), NEG_INF)
-        for keys in _spans(T, rows_per_tile):
+        for keys in _spans(T, kv_rows):
             if mask.skips(rows, keys):
                 break
             k, v = traffic.load(k_TD[keys]), traffic.load(v_TV[keys])
@@ -211,18 +233,19 @@ def flash_2_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention-2's backward of one head -> (dq_SD, dk_TD, dv_TV)."""
     dim = max(q_SD.shape[1], v_TV.shape[1])
-    rows_per_tile = tiles_for(fast_elements, 2 * dim).kv_rows  # twice as many tiles stay
+    # K, V, dK and dV stay, Q, dO and dQ pass by; P and dS
+    kv_rows, q_rows = resident_tiles(fast_elements, dim, resident=4, passing=3, scores=2)
     S, T, scale = q_SD.shape[0], k_TD.shape[0], options.softmax_scale
     mask = _Mask(T - S, options.causal)
     dq, dk, dv = (torch.zeros_like(x) for x in (q_SD, k_TD, v_TV))
     delta = torch.zeros_like(saved.lse_S)
-    for rows in _spans(S, rows_per_tile):  # the preprocess: rowsum(dO O) - dLSE
+    for rows in _spans(S, q_rows):  # the preprocess: rowsum(dO O) - dLSE
         o, do = traffic.load(saved.out_SV[rows]), traffic.load(saved.dout_SV[rows])
         traffic.store(delta[rows], (o * do).sum(1) - traffic.load(saved.dlse_S[rows]))
-    for keys in _spans(T, rows_per_tile):
+    for keys in _spans(T, kv_rows):
         k, v = traffic.load(k_TD[keys]), traffic.load(v_TV[keys])
         dk_tile, dv_tile = torch.zeros_like(k), torch.zeros_like(v)
-        for rows in _spans(S, rows_per_tile):
+        for rows in _spans(S, q_rows):
             if mask.skips(rows, keys):
                 continue
             q, do = traffic.load(q_SD[rows]), traffic.load(saved.dout_SV[rows])

@@ -12,6 +12,7 @@ from ridgeline.kernels.attention.ref import attention_ref
 from ridgeline.kernels.attention.tiled import (
     Saved,
     Traffic,
+    _Mask,
     flash_1,
     flash_2,
     flash_2_backward,
@@ -115,6 +116,32 @@ def test_tile_sizes():
     assert (tiles_for(65536, 32).q_rows, tiles_for(65536, 32).kv_rows) == (32, 512)
     with pytest.raises(ValueError, match="attention: fast_elements must be at least 256, got 255"):
         tiles_for(255, 64)
+
+
+@pytest.mark.parametrize("M, D", [(160, 16), (1000, 20), (48 * 1024, 16), (48 * 1024, 128)])
+def test_the_working_set_fits_in_fast_memory(M, D, monkeypatch):
+    seen = []
+
+    def apply(mask, score, rows, keys):
+        seen.append(tuple(score.shape))
+        return score
+
+    monkeypatch.setattr(_Mask, "apply", apply)
+    T = 1024 if M > 2000 else 64
+    q, k, v = _head(T, T, D)
+    out, lse = flash_2(q, k, v, FLAT, M, Traffic())
+    r, c = (max(sizes) for sizes in zip(*seen, strict=True))
+    assert 0.4 * M < 2 * r * D + 2 * c * D + r * c <= M  # Q, O; K, V; S
+    seen.clear()
+    saved = Saved(out, lse, torch.randn_like(out), torch.zeros_like(lse))
+    flash_2_backward(q, k, v, saved, FLAT, M, Traffic())
+    r, c = (max(sizes) for sizes in zip(*seen, strict=True))
+    assert 0.4 * M < 4 * c * D + 3 * r * D + 2 * r * c <= M  # K, V, dK, dV; Q, dO, dQ; P, dS
+
+
+def test_too_little_fast_memory():
+    with pytest.raises(ValueError, match="fast_elements must be at least 65, got 64; a row"):
+        flash_2(*_head(4, 4, 16), FLAT, 64, Traffic())
 
 
 def test_backward_traffic_is_of_the_same_order():
