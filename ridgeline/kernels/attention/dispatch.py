@@ -85,7 +85,7 @@ def eager(tensors: Iterable[torch.Tensor | None], needs_grad: bool) -> bool:
 
     False under compile, tracing, modes, functorch transforms and for subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or needs_grad or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or needs_grad or torch._C._is_tracing():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
