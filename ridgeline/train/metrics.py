@@ -61,8 +61,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held so far: allocated on the GPU, or the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if (own := _high_water_kib()) is not None:
+        return own * 1024
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else held * 1024  # KiB on Linux, bytes on macOS
+
+
+def _high_water_kib() -> int | None:
+    """Linux's own account: ru_maxrss of a started process begins at its parent's."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -60,6 +60,7 @@ def test_peak_memory_grows_with_what_is_held():
 
 @pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
 def test_the_unit_of_the_resident_set(monkeypatch, platform, factor):
+    monkeypatch.setattr(metrics, "_high_water_kib", lambda: None)
     monkeypatch.setattr(metrics.sys, "platform", platform)
     monkeypatch.setattr(
         metrics.resource, "getrusage", lambda _: types.SimpleNamespace(ru_maxrss=12345)
