@@ -1,4 +1,4 @@
-"""Runs test_triton.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+"""test_triton.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
 
 from __future__ import annotations
 
