@@ -174,6 +174,8 @@ def test_other_threads_are_left_alone(calls):
     assert not calls
 
 
+# PyTorch's word about vmap over its CPU kernel (2.14), none of ours.
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not:UserWarning")
 def test_what_is_not_ours_is_pytorchs_with_one_warning(calls, monkeypatch):
     monkeypatch.setattr(sdpa, "_warned", set())
     q, k, v = (x.detach() for x in _qkv())
@@ -183,7 +185,7 @@ def test_what_is_not_ours_is_pytorchs_with_one_warning(calls, monkeypatch):
         with pytest.warns(UserWarning, match="left to PyTorch: vmap"):
             got = one(q)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", message=".*left to PyTorch")
             one(q)
     torch.testing.assert_close(got, want)
     assert not calls
