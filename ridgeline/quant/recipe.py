@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ridgeline.core.dtypes import torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.quant.awq import AWQOptions
 from ridgeline.quant.gptq import GPTQOptions
 
-METHODS = ("rtn", "gptq")
+METHODS = ("rtn", "gptq", "awq", "awq+gptq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,17 @@ class Recipe:
     """One quantization run."""
 
     method: str = "gptq"
-    """rtn or gptq."""
+    """rtn, gptq, awq (fold scales, then round with searched ranges) or awq+gptq (fold scales, then
+    solve)."""
     layout: WeightFormat = field(default_factory=lambda: GPTQFormat(group_size=64))
     """Form of the result: width, group size, symmetry, storage dtype."""
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
     """How gptq solves a layer."""
+    awq: AWQOptions = field(default_factory=AWQOptions)
+    """How awq searches scales."""
+    plain_dtype: str | None = None
+    """Dtype in which norms will be stored, to which a folded norm is rounded; None: the model's
+    own."""
     overrides: tuple[Override, ...] = ()
     """The first whose pattern matches a layer counts."""
     batch_sequences: int = 8
@@ -79,7 +87,7 @@ class Recipe:
             raise bad_value(
                 "quantize", "batch_sequences", "be at least 1", self.batch_sequences, "8 is usual"
             )
-        if (self.gptq.order == "activation" and self.method == "gptq") != self.layout.desc_act:
+        if (self.gptq.order == "activation" and self.solver == "gptq") != self.layout.desc_act:
             raise bad_value(
                 "quantize",
                 "layout.desc_act",
@@ -87,6 +95,20 @@ class Recipe:
                 f"desc_act={self.layout.desc_act}, order={self.gptq.order}",
                 "set both",
             )
+
+    @property
+    def folds(self) -> bool:
+        """Whether scales are folded first."""
+        return self.method.startswith("awq")
+
+    @property
+    def solver(self) -> str:
+        """How a layer's codes are found: rtn, clip or gptq."""
+        return {"rtn": "rtn", "awq": "clip"}.get(self.method, "gptq")
+
+    def norm_dtype(self) -> torch.dtype | None:
+        """plain_dtype as torch names it."""
+        return None if self.plain_dtype is None else torch_dtype(self.plain_dtype)
 
     def layout_of(self, name: str) -> WeightFormat | None:
         """The form of one layer by its full name; None: leave it as it is."""
