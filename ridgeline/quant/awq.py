@@ -289,10 +289,11 @@ def apply_fold(
     """
     producer = block.get_submodule(fold.producer)
     if fold.norm:
-        old = producer.weight.detach().float() + (fold.norm == "1+w")
-        new = old / scale_P - (fold.norm == "1+w")
+        offset = 1.0 if fold.norm == "1+w" else 0.0
+        old = producer.weight.detach().float() + offset
+        new = old / scale_P - offset
         new = new.to(dtype or producer.weight.dtype).to(producer.weight.dtype)
-        factor = new.float() + (fold.norm == "1+w")
+        factor = new.float() + offset
         usable = (factor != 0) & torch.isfinite(factor) & (old != 0)
         scale_P = torch.where(usable, old / factor, 1.0)
         producer.weight.copy_(torch.where(usable, new, producer.weight))

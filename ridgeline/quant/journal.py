@@ -87,7 +87,11 @@ class Journal:
             )
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, json.dumps(fingerprint, indent=1, default=str))
+        try:
+            atomic_write_text(path, json.dumps(fingerprint, indent=1, default=str))
+        except UserError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     # ---- going on ----------------------------------------------------------------------------
 
@@ -154,18 +158,18 @@ class Journal:
             self._state(index - 1).unlink(missing_ok=True)
 
     def _tensors_of(self, model: BlockwiseModel, result: BlockResult) -> dict[str, torch.Tensor]:
-        """Packed layers, and what else the block holds."""
+        """Packed layers, and the norms that a scale was folded into."""
         tensors: dict[str, torch.Tensor] = {}
         for name, weight in result.weights.items():
             layout = self.recipe.layout_of(name)
             assert layout is not None
             for part, tensor in layout.pack(weight).items():
                 tensors[f"{name}.{part}"] = tensor
-        prefix = model.block_prefix(result.index)
-        for name, tensor in model.blocks[result.index].state_dict().items():
-            full = f"{prefix}.{name}"
-            if full.rpartition(".")[0] not in result.weights:
-                tensors[full] = tensor
+        prefix = model.block_prefix(result.index) + "."
+        for fold in result.folds:
+            if fold.accepted and fold.producer not in result.weights:
+                norm = model.blocks[result.index].get_submodule(fold.producer.removeprefix(prefix))
+                tensors[f"{fold.producer}.weight"] = norm.weight
         return tensors
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -178,7 +182,7 @@ class Journal:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def names(self) -> dict[str, Path]:
+    def tensors(self) -> dict[str, Path]:
         """Every tensor of the finished blocks -> its file, in order."""
         found: dict[str, Path] = {}
         for index in range(self.finished):

@@ -51,6 +51,29 @@ class Override:
             )
 
 
+def parse_override(text: str) -> Override:
+    """An exception in one word: "PATTERN=bits:8,group:32" or "PATTERN=skip".
+
+    Raises: ValueError for another form or values that make no sense.
+    """
+    pattern, found, rest = text.rpartition("=")
+    if rest == "skip" and found:
+        return Override(pattern=pattern, skip=True)
+    values: dict[str, int] = {}
+    for part in rest.split(","):
+        key, _, number = part.partition(":")
+        if not found or key not in ("bits", "group") or not number.isdigit() or key in values:
+            raise bad_value(
+                "quantize",
+                "override",
+                "be PATTERN=bits:N,group:N or PATTERN=skip",
+                repr(text),
+                "for example 'down_proj=bits:8'",
+            )
+        values[key] = int(number)
+    return Override(pattern=pattern, bits=values.get("bits"), group_size=values.get("group"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One quantization run."""
@@ -146,5 +169,10 @@ def calibration_blocks(
             f"quantize: the calibration text must hold {sequences} x {length} = "
             f"{sequences * length} tokens, got {token_ids.numel()}; give more text or ask for less"
         )
-    pick = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:sequences]
+    pick = chosen_blocks(blocks, sequences, seed)
     return token_ids.reshape(-1)[: blocks * length].reshape(blocks, length)[pick].long()
+
+
+def chosen_blocks(blocks: int, sequences: int, seed: int) -> torch.Tensor:
+    """Which of so many blocks a seed takes: int64 [sequences], none twice."""
+    return torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:sequences]
