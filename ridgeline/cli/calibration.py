@@ -180,9 +180,7 @@ def _documents(request: Request, tokenizer: Tokenizer, path: Path) -> Iterator[l
             raise UserError(f"{where} must be an object, got {type(entry).__name__}; repair it")
         if isinstance(entry.get("messages"), list):
             try:
-                text = tokenizer.apply_chat_template(
-                    entry["messages"], add_generation_prompt=False
-                )
+                text = tokenizer.apply_chat_template(entry["messages"], add_generation_prompt=False)
             except (ValueError, TypeError) as error:
                 raise UserError(f"{where}: {error}") from error
         elif isinstance(entry.get(request.json_field), str):

@@ -99,14 +99,18 @@ class QuantizeConfig:
         least = {"held_out_windows": 0, "batch_sequences": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
-                raise bad_value("quantize", name, f"be at least {low}", getattr(self, name), "e.g. 4")
+                raise bad_value(
+                    "quantize", name, f"be at least {low}", getattr(self, name), "e.g. 4"
+                )
         if self.max_shard_gb <= 0:
             raise bad_value("quantize", "max_shard_gb", "be above 0", self.max_shard_gb, "e.g. 5")
         gates = {"max_kl": self.max_kl, "max_ppl_increase": self.max_ppl_increase}
         for name, value in gates.items():
             if value is not None and (value < 0 or self.held_out_windows == 0):
                 got = "no held-out windows" if value >= 0 else value
-                raise bad_value("quantize", name, "be 0 or more, with held-out text", got, "e.g. 0.1")
+                raise bad_value(
+                    "quantize", name, "be 0 or more, with held-out text", got, "e.g. 0.1"
+                )
 
     @property
     def symmetric(self) -> bool:

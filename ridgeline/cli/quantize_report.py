@@ -153,8 +153,8 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
             *facts,
         ]
         pairs = (("16 bits", said.ppl_before), (f"{job.config.bits} bits", said.ppl_after))
-        bytes_ = ((n, size[k] / 1e6) for n, k in (
-            ("16 bits", "unquantized_bytes"), (f"{job.config.bits} bits", "total_bytes")))  # fmt: skip
+        wide, packed = size["unquantized_bytes"] / 1e6, size["total_bytes"] / 1e6
+        bytes_ = (("16 bits", wide), (f"{job.config.bits} bits", packed))
         panels = [
             ("perplexity", [Bar(name=n, value=v, text=f"{v:.2f}") for n, v in pairs]),
             ("weights, MB", [Bar(name=n, value=v, text=f"{v:,.0f}") for n, v in bytes_]),

@@ -73,9 +73,7 @@ def assemble(
     entry = config_of(recipe, layers, skipped)
     size = _size(stored, packed, replaced, source)
     stated = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
-    write_stored(
-        folder, stated, entry, stored + packed, extras=extras(size), overwrite=overwrite
-    )
+    write_stored(folder, stated, entry, stored + packed, extras=extras(size), overwrite=overwrite)
     return size
 
 

@@ -110,7 +110,7 @@ class FoldSearch:
         grid_of: Callable[[str], tuple[GridSpec, int] | None],
         options: AWQOptions,
     ) -> None:
-        """grid_of: (grid, group size) of a linear by its name in the block; None: it stays plain."""
+        """grid_of: (grid, group size) of a linear by its name in the block; None: plain."""
         self.model, self.index, self.options = model, index, options
         self.block: nn.Module = model.blocks[index]
         self.prefix = model.block_prefix(index) + "."
@@ -211,7 +211,7 @@ class _Trial:
         self, fold: ScaleFold, block: nn.Module, grids: list[tuple[GridSpec, int]]
     ) -> None:
         self.fold, self.grids = fold, grids
-        self.linears = [block.get_submodule(name) for name in fold.consumers]
+        self.linears: list[Any] = [block.get_submodule(name) for name in fold.consumers]
         self.parent = None if fold.parent is None else block.get_submodule(fold.parent)
         self.exact = [linear.weight.detach().clone() for linear in self.linears]
         self._want: tuple[Seen, torch.Tensor, float] | None = None
@@ -287,7 +287,7 @@ def apply_fold(
     A norm's weight is rounded to `dtype`, in which it will be stored; the consumers take the scale
     that it then really has, so the function changes by fp32 rounding only.
     """
-    producer = block.get_submodule(fold.producer)
+    producer: Any = block.get_submodule(fold.producer)
     if fold.norm:
         offset = 1.0 if fold.norm == "1+w" else 0.0
         old = producer.weight.detach().float() + offset
@@ -303,7 +303,7 @@ def apply_fold(
             producer.bias.div_(scale_P.to(producer.bias.dtype))
     scale_K = expanded(fold, scale_P)
     for name in fold.consumers:
-        weight = block.get_submodule(name).weight
+        weight = block.get_parameter(f"{name}.weight")
         weight.mul_(scale_K.to(weight.dtype))
 
 

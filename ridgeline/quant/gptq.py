@@ -25,7 +25,6 @@ from ridgeline.formats.grid import GridSpec, group_view, range_params
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
-
 _HESSIAN_STRIPS, _LEAST_STRIP = 4, 128
 
 
@@ -205,8 +204,8 @@ def check_inputs(hessian_KK: torch.Tensor, name: str) -> None:
     """Refuse inputs that were NaN or infinite somewhere. Raises: UserError naming the layer."""
     if not bool(torch.isfinite(hessian_KK).all()):
         raise UserError(
-            f"quantize: the inputs of {name} must be finite, got NaN or infinity; the model overflows "
-            "in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
+            f"quantize: the inputs of {name} must be finite, got NaN or infinity; the model "
+            "overflows in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
         )
 
 

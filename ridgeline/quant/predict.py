@@ -158,9 +158,7 @@ def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> floa
         trials = 2 * recipe.awq.grid + 2
         flops += shape.blocks * trials * forward * (2 * recipe.awq.search_tokens)
         elements += shape.blocks * weights * trials * _PASSES
-    return (
-        flops / rates.flops + elements / rates.elements + columns * _COLUMN_S.get(device, 2e-6)
-    )
+    return flops / rates.flops + elements / rates.elements + columns * _COLUMN_S.get(device, 2e-6)
 
 
 def _wait(device: torch.device) -> None:

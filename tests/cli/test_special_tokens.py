@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from ridgeline.cli import eval as eval_command
 from ridgeline.cli import calibration
+from ridgeline.cli import eval as eval_command
 from ridgeline.cli.eval import EvalConfig
 from ridgeline.cli.generate import GenerateConfig, generate
 from ridgeline.cli.quantize import QuantizeConfig, quantize
@@ -47,9 +47,7 @@ def test_text_that_is_scored_or_learned_from_has_none(folder, text_file, tmp_pat
         eval_command.eval(EvalConfig(model=folder, text=text_file))
     monkeypatch.setattr(calibration, "calibration_blocks", _raise_ids)
     with pytest.raises(_SeenError) as calibrated:
-        quantize(
-            QuantizeConfig(model=folder, out=tmp_path / "out", text=text_file, group_size=32)
-        )
+        quantize(QuantizeConfig(model=folder, out=tmp_path / "out", text=text_file, group_size=32))
     assert scored.value.args[0] == calibrated.value.args[0] == plain
     tokenizer = load_tokenizer(folder)
     store = tokenize_files([text_file], DocumentRule(kind="file"), tokenizer, tmp_path / "tokens")

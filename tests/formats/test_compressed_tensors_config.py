@@ -158,7 +158,10 @@ def test_describe_lists_exceptions_by_name() -> None:
         (ENTRY | {"config_groups": ["a"]}, "config_groups must be an object, got list"),
         (in_group(targets=[]), "targets must name layers, got none"),
         (in_group(targets="Linear"), "targets must be a list of strings"),
-        (in_group(targets=["re:("]), "must hold simple regular expressions after re:, got 're:[(]'"),
+        (
+            in_group(targets=["re:("]),
+            "must hold simple regular expressions after re:, got 're:[(]'",
+        ),
         (ENTRY | {"ignore": ["re:["]}, "must hold simple regular expressions after re:"),
         (ENTRY | {"ignore": ["re:(a|a)*$"]}, "a choice inside a repetition"),
         (ENTRY | {"ignore": [1]}, "ignore must be a list of strings"),
