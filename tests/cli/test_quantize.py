@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ridgeline.cli import main as cli
+from ridgeline.cli import quantize_report
 from ridgeline.cli.calibration import Request, read_tokens
 from ridgeline.cli.quantize import QuantizeConfig, quantize, recipe_of
 from ridgeline.cli.quantize_run import journal_folder
@@ -26,6 +27,7 @@ from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import save_quantized
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.predict import Rates
 from ridgeline.quant.recipe import calibration_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,16 @@ def config(model_folder, text_file, tmp_path) -> QuantizeConfig:
         group_size=32, sequences=8, sequence_tokens=64, batch_sequences=2, held_out_windows=3,
         device="cpu",
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request, monkeypatch):
+    """Drawing takes longer than everything else here: one test looks at the page."""
+    if request.function is not test_reports:
+        monkeypatch.setattr(quantize_report, "page", lambda *_: None)
+        monkeypatch.setattr(quantize_report, "render", lambda _: "")
+        rates = Rates(flops=1e11, elements=1e9)
+        monkeypatch.setattr(Rates, "measure", lambda *_: rates)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -295,7 +307,7 @@ def test_flags_that_make_no_sense(config, changes, part):
 # ---- data ------------------------------------------------------------------------------------
 
 
-def request(path: Path, **changes) -> Request:
+def asked(path: Path, **changes) -> Request:
     fields = {"text": path, "json_field": "text", "sequences": 3, "sequence_tokens": 32, "seed": 0}
     return Request(**(fields | {"held_out": None, "held_out_windows": 0} | changes))
 
@@ -308,7 +320,7 @@ def test_json_lines_of_texts_and_chats(model_folder, tmp_path):
         {"messages": [{"role": "user", "content": "c"}]},
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    found = read_tokens(request(path), Tokenizer(model_folder))
+    found = read_tokens(asked(path), Tokenizer(model_folder))
     assert found.lengths_B is not None and found.ids_BS.shape == (3, 32)
     rows = {
         bytes(row[:length].tolist()).decode()
@@ -327,7 +339,7 @@ def test_padding_changes_nothing(config, tmp_path):
     config = replace(config, text=path, sequences=6, held_out_windows=0, method="gptq")
     first = quantize(config)
     assert first["calibration_tokens"] == sum(lengths)
-    padded = read_tokens(request(path, sequences=6, sequence_tokens=64), Tokenizer(config.model))
+    padded = read_tokens(asked(path, sequences=6, sequence_tokens=64), Tokenizer(config.model))
     other = padded.ids_BS.clone()
     for row, length in zip(other, padded.lengths_B.tolist(), strict=True):
         row[length:] = 5  # whatever stands in the padding
@@ -347,7 +359,7 @@ def test_little_text_is_said(model_folder, tmp_path, capsys):
     path.write_text('{"text": "short"}\n')
     progress.set_mode("lines")
     try:
-        read_tokens(request(path), Tokenizer(model_folder))
+        read_tokens(asked(path), Tokenizer(model_folder))
     finally:
         progress.set_mode("quiet")
     said = capsys.readouterr().out
@@ -368,15 +380,15 @@ def test_lines_that_cannot_be_read(model_folder, tmp_path, line, part):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UserError, match=part):
-        read_tokens(request(path), Tokenizer(model_folder))
+        read_tokens(asked(path), Tokenizer(model_folder))
 
 
 def test_held_out_text_of_ones_own(model_folder, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("x" * 100)
-    asked = request(text_file, held_out=other, held_out_windows=9)
-    found = read_tokens(asked, Tokenizer(model_folder))
+    wanted = asked(text_file, held_out=other, held_out_windows=9)
+    found = read_tokens(wanted, Tokenizer(model_folder))
     assert found.held_out_WS is not None and found.held_out_WS.shape == (3, 32)
     other.write_text("x" * 10)
     with pytest.raises(UserError, match="must hold 32 tokens, got 10"):
-        read_tokens(asked, Tokenizer(model_folder))
+        read_tokens(wanted, Tokenizer(model_folder))
