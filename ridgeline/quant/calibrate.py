@@ -41,6 +41,8 @@ class Around:
     """Tokens of each calibration row, right padding left out; None: rows are full."""
     on_block: OnBlock | None = None
     """Called with (index, {full name: weight}) as each block is done, to stream it out."""
+    keep_weights: bool = True
+    """Whether the result holds the weights; False where on_block takes them."""
     journal: Journal | None = None
     """Keeps every finished block on disk and goes on from there; the result then holds no
     weights."""
@@ -201,11 +203,10 @@ class _Run:
         if journal is not None:
             contents = [batch.x for batch in batches]
             journal.keep(self.model, result, contents, evaluation, self.around.ranks)
-        else:
+        elif self.around.keep_weights:
             self.weights |= result.weights
         if streamed is not None:
             streamed.release_block(index)
-        if journal is not None:
-            result.weights = {}
+        result.weights = {}
         self.results.append(result)
         return batches
