@@ -41,8 +41,8 @@ FLAGS = {
     "quantize": "--model --out --text --json-field --method --bits --format --group-size "
     "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
     "--batch-sequences --seed --skip --override --target-bits --widths --held-out "
-    "--held-out-windows --max-kl --max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
-    "--device",
+    "--held-out-windows --max-kl --max-ppl-increase --max-shard-gb --dry-run --no-dry-run "
+    "--overwrite --no-overwrite --dtype --device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
