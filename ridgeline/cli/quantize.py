@@ -224,7 +224,7 @@ def show(result: Result) -> str:
     if said := result["evaluation"]:
         lines.append(
             f"held-out text: perplexity {said['ppl_before']:.3f} -> {said['ppl_after']:.3f}, KL "
-            f"{said['kl']:.4f}, same first choice {100 * said['top1_agreement']:.1f} % of "
+            f"{said['kl']:.3g}, same first choice {100 * said['top1_agreement']:.1f} % of "
             f"{said['tokens']:,} tokens"
         )
     if result["folds"][1]:
