@@ -22,6 +22,7 @@ import subprocess
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from ridgeline.quant.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 LAYERS = 32
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -46,7 +47,7 @@ SHAPE = {
     "head_dim": 128,
     "max_seqlen": 8192,
 }
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,

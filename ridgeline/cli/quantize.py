@@ -76,6 +76,8 @@ class QuantizeConfig:
     """Regular expressions; linears whose full name matches one stay as they are."""
     override: tuple[str, ...] = ()
     """Exceptions, PATTERN=bits:8,group:32 or PATTERN=skip; the first that matches counts."""
+    lm_head: bool = False
+    """Quantize the vocabulary projection too; a tied one gets a weight of its own."""
     target_bits: float | None = None
     """Choose each layer's width by its measured error, with at most so many stored bits a weight
     in the mean, scales and zero points included; gptq and compressed-tensors only."""
@@ -164,6 +166,7 @@ def recipe_of(config: QuantizeConfig) -> Recipe:
             *(parse_override(text) for text in config.override),
         ),
         batch_sequences=config.batch_sequences,
+        lm_head=config.lm_head,
     )
 
 

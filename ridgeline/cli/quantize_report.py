@@ -21,6 +21,7 @@ from ridgeline.cli.quantize_run import Job
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core.arch import detect
 from ridgeline.core.dtypes import dtype_name
+from ridgeline.quant.block import HEAD
 from ridgeline.quant.report import ModuleReport, QuantizedModel
 from ridgeline.report.figures import Bar, bar_panels, lines
 from ridgeline.report.html import render
@@ -99,6 +100,8 @@ def decode_speedup(job: Job, done: QuantizedModel) -> float:
     """Of a decode step bound by the bytes of weights it reads, against 16 bits: every linear and
     the head once."""
     head = 2 * job.model.config.vocab_size * job.model.config.hidden_size
+    if any(report.name == HEAD for report in done.reports):
+        head = 0  # among the reports
     wide = sum(2 * report.n * report.k for report in done.reports)
     return (wide + head) / (sum(report.bytes for report in done.reports) + head)
 

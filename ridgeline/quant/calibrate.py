@@ -134,6 +134,7 @@ class _Run:
         self.model, self.recipe = worker.model, worker.recipe
         self.weights: dict[str, QuantizedWeight] = {}
         self.results: list[BlockResult] = []
+        self.head_done = False
 
     def all_blocks(self, token_ids_BS: torch.Tensor | None) -> int:
         """Every block that the journal does not hold yet; returns the calibration tokens."""
@@ -151,13 +152,37 @@ class _Run:
             done = sum(len(r.reports) + len(r.skipped) for r in self.results)
             self.worker.advance(done, note=f"{state.blocks} blocks kept from before")
             indices = indices[state.blocks :]
+            self.head_done = len(self.results) < state.blocks
         elif self.recipe.method != "rtn" or evaluation is not None:
             batches = [batch.carrying(self.model.embed(batch.x)) for batch in batches]
             if evaluation is not None:
                 evaluation.embed()
         for index in indices:
             batches = self._block(index, batches)
+        if self.recipe.lm_head:
+            self._head(batches)
         return tokens
+
+    def _head(self, batches: list[Batch]) -> None:
+        """The vocabulary projection, as one more block after the last."""
+        evaluation, journal = self.around.evaluation, self.around.journal
+        index = len(self.results)
+        if evaluation is not None:
+            evaluation.before_head()
+        if self.head_done and journal is not None:
+            result = journal.result_of(index)
+            self.worker.put_back(journal.head_weight(index))
+        else:
+            result = self.worker.solve_head(index, batches)
+            if journal is not None:
+                contents = [batch.x for batch in batches]
+                journal.keep(self.model, result, contents, evaluation, self.around.ranks)
+        if self.around.on_block is not None:
+            self.around.on_block(index, result.weights)
+        if journal is None and self.around.keep_weights:
+            self.weights |= result.weights
+        result.weights = {}
+        self.results.append(result)
 
     def _start(self, token_ids_BS: torch.Tensor | None) -> tuple[list[Batch], int]:
         """(this rank's batches of token ids, tokens of all ranks)."""

@@ -13,7 +13,7 @@ import math
 import torch
 
 from ridgeline.core import progress
-from ridgeline.core.protocols import BlockwiseModel
+from ridgeline.core.protocols import BlockwiseModel, HeadedModel
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.report import EvaluationReport
 
@@ -28,6 +28,7 @@ class Evaluation:
     ) -> None:
         self.model, self.window = model, token_ids_WS.shape[1]
         self.ids = (ranks or Ranks()).share(list(token_ids_WS))
+        self.exact_head = model.head
         self.exact: list[torch.Tensor] = []
         self.quantized: list[torch.Tensor] = []
 
@@ -50,6 +51,13 @@ class Evaluation:
         sums = _summed(sums, ranks, self.exact)
         return float((sums[0] / sums[1].clamp(min=1e-30)).sqrt())
 
+    def before_head(self) -> None:
+        """Remember the projection as it is in the unquantized model."""
+        assert isinstance(self.model, HeadedModel)
+        model, linear = self.model, self.model.head_linear()
+        weight, bias = linear.weight.detach().clone(), linear.bias
+        self.exact_head = lambda x: torch.nn.functional.linear(model.head_input(x), weight, bias)
+
     def state(self) -> list[torch.Tensor]:
         """Both streams, for a journal."""
         return [*self.exact, *self.quantized]
@@ -67,7 +75,7 @@ class Evaluation:
                 for start in range(0, self.window - 1, _SLICE_TOKENS):
                     end = min(start + _SLICE_TOKENS, self.window - 1)
                     target = ids[start + 1 : end + 1]
-                    p = self.model.head(x[:, start:end])[0].float().log_softmax(-1)
+                    p = self.exact_head(x[:, start:end])[0].float().log_softmax(-1)
                     q = self.model.head(y[:, start:end])[0].float().log_softmax(-1)
                     sums += torch.stack(
                         [

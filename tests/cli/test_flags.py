@@ -40,7 +40,8 @@ FLAGS = {
     "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard",
     "quantize": "--model --out --text --json-field --method --bits --format --group-size "
     "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
-    "--batch-sequences --seed --skip --override --target-bits --widths --held-out "
+    "--batch-sequences --seed --skip --override --lm-head --no-lm-head "
+    "--target-bits --widths --held-out "
     "--held-out-windows --max-kl --max-ppl-increase --max-shard-gb --dry-run --no-dry-run "
     "--overwrite --no-overwrite --dtype --device",
     "eval": "--model --text --window --max-windows --dtype --device",

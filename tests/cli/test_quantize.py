@@ -21,12 +21,14 @@ from ridgeline.cli.quantize_run import journal_folder
 from ridgeline.core import env, files, progress
 from ridgeline.core.errors import UserError
 from ridgeline.engine.load import open_model
-from ridgeline.nn.hf import load_hf_config, load_pretrained, state_tensors
+from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.hf import load_hf_config, load_pretrained, save_pretrained, state_tensors
 from ridgeline.nn.perplexity import compare, perplexity
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import save_quantized
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.linear import QuantizedLinear
 from ridgeline.quant.predict import Rates
 from ridgeline.quant.recipe import calibration_blocks
 
@@ -152,6 +154,33 @@ def test_other_widths(config, bits):
     assert open_model(config.out).weights == f"compressed-tensors {bits}-bit group 32"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_too(config, tied, tmp_path, monkeypatch):
+    """A tied head gets a weight of its own; stopped after it, a run goes on to the same bytes."""
+    source = load_pretrained(config.model)
+    raw = load_hf_config(config.model)
+    if raw["tie_word_embeddings"] != tied:
+        folder = tmp_path / "model"
+        shape = replace(source.config, tie_embeddings=tied)
+        save_pretrained(Decoder(shape, seed=2), folder, tokenizer_from=config.model)
+        config = replace(config, model=folder)
+    config = replace(config, method="gptq", lm_head=True, format="compressed-tensors")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "remove", lambda self: None)
+        first = quantize(replace(config, max_shard_gb=1.0))
+    again = quantize(replace(config, overwrite=True))  # from the kept blocks and head
+    assert first["layers"] == again["layers"] == 15
+    assert first["evaluation"] == again["evaluation"]
+    opened = open_model(config.out)
+    head = opened.model.lm_head
+    assert isinstance(head, QuantizedLinear) and not opened.model.tied
+    base = load_pretrained(config.model)
+    assert torch.equal(opened.model.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    wrong = (head.dequantize() - base.lm_head.weight).norm() / base.lm_head.weight.norm()
+    assert 0 < wrong < 0.2
+    assert first["worst"][0]["name"]
+
+
 def test_methods_choose_their_symmetry(config):
     assert replace(config, method="gptq").symmetric and not replace(config, method="awq").symmetric
     assert replace(config, method="awq", symmetry="symmetric").symmetric
@@ -211,6 +240,7 @@ KILL = """
 import os, signal, sys
 from ridgeline.cli import main
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.linear import QuantizedLinear
 keep = Journal.keep
 def kill(self, model, result, *rest):
     if result.index == 1:
