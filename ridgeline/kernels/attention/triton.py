@@ -181,7 +181,10 @@ class BackwardPlan:
         new = torch.empty_like if x.extras.kv_batch_idx is None else torch.zeros_like
         kept = {"memory_format": torch.contiguous_format}
         self.dq, self.dk, self.dv = (new(t, **kept) for t in (x.q, x.k, x.v))
-        self.delta, self.lse_log2 = torch.empty_like(lse_ln), torch.empty_like(lse_ln)
+        self.delta, self.lse_log2 = (torch.empty(x.aligned_rows, device=x.q.device) for _ in "dl")
+        self.row_strides = (0 if x.packed_q else self.delta.stride(0), self.delta.stride(-2))
+        sinks = x.extras.sinks_H is not None
+        self.delta_of_lse = torch.empty_like(lse_ln) if sinks else None
         bias = x.extras.bias
         self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
         self.seeds = seeds_of(x.extras)
@@ -240,7 +243,8 @@ class BackwardPlan:
                 (self.dout, strides_of(self.dout)),
                 (self.lse, *x.lse_strides),
                 dlse,
-                (self.delta, self.lse_log2),
+                (self.delta, self.lse_log2, self.delta_of_lse),
+                self.row_strides,
                 call_of(x, tiles),
                 self._variant(tile),
             ),
@@ -258,7 +262,7 @@ class BackwardPlan:
                 *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
-                x.lse_strides,
+                self.row_strides,
                 call_of(x, tiles),
                 *self.seeds,
                 self._variant(tile),
@@ -277,7 +281,7 @@ class BackwardPlan:
                 *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dq, strides_of(self.dq)),
-                x.lse_strides,
+                self.row_strides,
                 call_of(x, tiles),
                 *self.seeds,
                 self._variant(tile),
@@ -300,7 +304,7 @@ class BackwardPlan:
                 *self._tensors(tile)[0],
                 (self.delta, self.lse_log2),
                 (bias, bias.shape[0], bias.shape[1], bias.stride()[:3]),
-                x.lse_strides,
+                self.row_strides,
                 x.batch,
                 x.heads,
                 call_of(x),
@@ -317,5 +321,5 @@ class BackwardPlan:
             return None
         share = torch.exp(sinks.float()[:, None] - self.lse)
         share = torch.where(self.lse == float("-inf"), 0.0, share)
-        total = (share * self.delta).sum(-1)
+        total = (share * self.delta_of_lse).sum(-1)
         return -(total if self.x.packed_q else total.sum(0)).to(sinks.dtype)

@@ -38,12 +38,26 @@ from ridgeline.kernels.attention.triton_common import (
 from ridgeline.kernels.attention.triton_fwd import load_keys
 from ridgeline.kernels.attention.triton_tiles import tile_of
 
+ROW_ALIGN: tl.constexpr = tl.constexpr(128)
+"""What the kernels read of rows begins at a multiple of this for each sequence, whole tiles long,
+so that tiles of 128 rows or less need neither masks nor narrow loads."""
+
 
 @triton.jit
-def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
+def row_start(c, b, start_q):
+    """Where a sequence's delta and LSE begin, of a head's; start_q is 0 unless packed."""
+    start = start_q
+    if c.cu_q is not None:
+        start = (start_q + b.to(tl.int64) * ROW_ALIGN) // ROW_ALIGN * ROW_ALIGN
+    return tl.multiple_of(start, ROW_ALIGN)
+
+
+@triton.jit
+def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.constexpr):
     """Grid (query tiles, heads, batch) or (listed tiles, heads): delta and lse_log2 of each row.
 
-    A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0.
+    A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0. rows_x is
+    (delta, lse_log2), at `row_start`, and delta once more beside the LSE (None where not wanted).
     """
     h = tl.program_id(1).to(tl.int64)
     tile, b = tile_of(c, False)
@@ -67,9 +81,17 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
             where += (start_q + i) * dlse_strides[2]
             delta -= tl.load(dlse_ptr + where, mask=i < S, other=0.0).to(tl.float32)
         empty = lse == float("-inf")
-        delta_ptr, lse_log2_ptr = rows_x
-        tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=i < stored)
-        tl.store(lse_log2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=i < stored)
+        delta = tl.where(empty, 0.0, delta)
+        if rows_x[2] is not None:
+            tl.store(rows_x[2] + at, delta, mask=i < stored)
+        row = row_q * row_strides[0] + h * row_strides[1] + row_start(c, b, start_q)
+        tl.store(rows_x[0] + row + i, delta)
+        tl.store(rows_x[1] + row + i, tl.where(empty, float("inf"), lse * LOG2E))
+        if m0 + v.block_m >= stored:  # the rest of what larger tiles read
+            more = m0 + v.block_m + tl.arange(0, ROW_ALIGN)
+            inside = more < tl.cdiv(stored, ROW_ALIGN) * ROW_ALIGN
+            tl.store(rows_x[0] + row + more, more * 0.0, mask=inside)
+            tl.store(rows_x[1] + row + more, more * 0.0 + float("inf"), mask=inside)
 
 
 @triton.jit
@@ -124,10 +146,7 @@ def _dkdv_step(
     i_m = m + tl.arange(0, v.block_m)
     q = load_queries(q_x, q_desc, q_at, m, S, v.head_dim, v.block_d, v)
     delta_ptr, lse_ptr = rows_x
-    if not v.whole_m:
-        lse = tl.load(lse_ptr + i_m, mask=i_m < S, other=float("inf"))
-    else:
-        lse = tl.load(lse_ptr + i_m)
+    lse = tl.load(lse_ptr + i_m)
     qk = tl.dot(k, tl.trans(q), input_precision=v.precision)
     i, j = i_m[None, :], n0 + tl.arange(0, v.block_n)[:, None]
     s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
@@ -138,10 +157,7 @@ def _dkdv_step(
         if (m < full_first) | (m >= full_end):
             p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
     do = load_queries(do_x, do_desc, do_at, m, S, v.head_dim_v, v.block_dv, v)
-    if not v.whole_m:
-        delta = tl.load(delta_ptr + i_m, mask=i_m < S, other=0.0)
-    else:
-        delta = tl.load(delta_ptr + i_m)
+    delta = tl.load(delta_ptr + i_m)
     dp = tl.dot(values, tl.trans(do), input_precision=v.precision)
     used = p
     if v.dropout:
@@ -169,7 +185,7 @@ def attention_dkdv(
     do_desc,
     rows_x,
     grads_x,
-    lse_strides,
+    row_strides,
     c,
     seed: tl.int64,
     offset: tl.int64,
@@ -206,7 +222,7 @@ def attention_dkdv(
             h_64 = h.to(tl.int64)
             q_at = (q_ptr + h_64 * q_x[1][2], row_q, start_q, h)
             do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
-            at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q
+            at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q)
             rows = (rows_x[0] + at, rows_x[1] + at)
             place = (b, h, S, T, pad, seed, offset, full_first, full_end)
             kv, qs = (k, val), (q_x, do_x, q_desc, do_desc, q_at, do_at)
@@ -274,7 +290,7 @@ def attention_dq(
     do_desc,
     rows_x,
     dq_x,
-    lse_strides,
+    row_strides,
     c,
     seed: tl.int64,
     offset: tl.int64,
@@ -303,9 +319,8 @@ def attention_dq(
         k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
         v_at = (v_ptr, row_k, start_k, g, v_ptr, v_ptr)
         i_m = m0 + tl.arange(0, v.block_m)
-        at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
-        delta = tl.load(rows_x[0] + at, mask=i_m < S, other=0.0)
-        lse = tl.load(rows_x[1] + at, mask=i_m < S, other=float("inf"))
+        at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
+        delta, lse = tl.load(rows_x[0] + at), tl.load(rows_x[1] + at)
         rows = (i_m, lse, delta)
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
@@ -330,7 +345,7 @@ def attention_dq(
 
 
 @triton.jit
-def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.constexpr):
+def _bias_tile(q_x, k_x, v_x, do_x, rows_x, row_strides, at, c, seeds, v: tl.constexpr):
     """dS of one tile of one head; at is (batch, head, m0, n0)."""
     b, h, m0, n0 = at
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
@@ -345,7 +360,7 @@ def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.con
     do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
     values = load_rows(v_ptr, v_x[1][1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
     i_m = m0 + tl.arange(0, v.block_m)
-    row = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
+    row = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
     delta = tl.load(rows_x[0] + row, mask=i_m < S, other=0.0)
     lse = tl.load(rows_x[1] + row, mask=i_m < S, other=float("inf"))
     i, j = i_m[:, None], n0 + tl.arange(0, v.block_n)[None, :]
@@ -367,7 +382,7 @@ def attention_dbias(
     do_x,
     rows_x,
     dbias_x,
-    lse_strides,
+    row_strides,
     batch,
     heads,
     c,
@@ -389,7 +404,7 @@ def attention_dbias(
     for member in range(num_b * num_h):
         b, h = bias_b + member // num_h, bias_h + member % num_h
         total += _bias_tile(
-            q_x, k_x, v_x, do_x, rows_x, lse_strides, (b, h, m0, n0), c, (seed, offset), v
+            q_x, k_x, v_x, do_x, rows_x, row_strides, (b, h, m0, n0), c, (seed, offset), v
         )
     i = m0 + tl.arange(0, v.block_m)[:, None]
     j = n0 + tl.arange(0, v.block_n)[None, :]

@@ -30,6 +30,8 @@ from ridgeline.kernels.attention.triton_tiles import list_tiles
 LOG2E = 1.4426950408889634
 _LARGEST_ROW_STRIDE = 2**22
 """Elements; offsets inside a tile are 32-bit."""
+_ROW_ALIGN = 128
+"""triton_bwd.ROW_ALIGN"""
 _RAGGED_ROWS, _LARGEST_EXTENT = 2**30, 2**31 - 2**16
 
 
@@ -182,6 +184,14 @@ class Inputs:
         """Batch and head stride of an LSE-shaped tensor ([B, H, S] or [H, P])."""
         rows = self.q.shape[1]
         return (0, rows) if self.packed_q else (self.heads * rows, rows)
+
+    @property
+    def aligned_rows(self) -> tuple[int, ...]:
+        """Shape of what backward keeps of rows: each sequence's begin at a multiple of 128."""
+        rows = cdiv(self.q.shape[1], _ROW_ALIGN) * _ROW_ALIGN
+        if self.packed_q:
+            return (self.heads, rows + (self.batch + 1) * _ROW_ALIGN)
+        return (self.q.shape[0], self.heads, rows)
 
     @property
     def right(self) -> int | None:
