@@ -329,9 +329,10 @@ _SPLIT_OVERHEAD_US, _MERGE_US = 2.0, 3.0
 
 
 def takes_decode(problem: AttentionProblem) -> bool:
-    """Whether the split-KV kernel takes a forward: few rows a key/value head, no dropout."""
+    """Whether the split-KV kernel takes a forward: few rows a key/value head, no dropout, no
+    user's functions."""
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
-    return rows <= MAX_DECODE_ROWS and not problem.dropout
+    return rows <= MAX_DECODE_ROWS and not problem.dropout and not problem.mods
 
 
 def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:

@@ -263,7 +263,7 @@ class BackwardPlan:
                 (self.delta, self.lse_log2),
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
                 self.row_strides,
-                call_of(x, tiles),
+                call_of(x, tiles, "k"),
                 *self.seeds,
                 self._variant(tile),
             ),

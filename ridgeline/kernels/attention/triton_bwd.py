@@ -24,6 +24,11 @@ import triton.language as tl
 
 from ridgeline.kernels.attention.triton_common import (
     LOG2E,
+    MASK_BLOCK,
+    NOWHERE,
+    before_mod,
+    block_list,
+    block_tile,
     dropout_keep,
     key_spans,
     load_rows,
@@ -149,13 +154,13 @@ def _dkdv_step(
     lse = tl.load(lse_ptr + i_m)
     qk = tl.dot(k, tl.trans(q), input_precision=v.precision)
     i, j = i_m[None, :], n0 + tl.arange(0, v.block_n)[:, None]
-    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, damp, raw = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[None, :], c, v)
     if MASKED == 1:
-        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+        p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     elif MASKED == 2:
         if (m < full_first) | (m >= full_end):
-            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+            p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     do = load_queries(do_x, do_desc, do_at, m, S, v.head_dim_v, v.block_dv, v)
     delta = tl.load(delta_ptr + i_m)
     dp = tl.dot(values, tl.trans(do), input_precision=v.precision)
@@ -165,7 +170,7 @@ def _dkdv_step(
         used = tl.where(keep, p * c.keep_scale, 0.0)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
     dv = tl.dot(used.to(do.dtype), do, dv, input_precision=v.precision)
-    ds = p * (dp - delta[None, :])
+    ds = before_mod(p * (dp - delta[None, :]), raw, b, h, i, j, c, v)
     if v.softcap:
         ds = ds * damp
     ds = ds.to(q.dtype)
@@ -226,7 +231,16 @@ def attention_dkdv(
             rows = (rows_x[0] + at, rows_x[1] + at)
             place = (b, h, S, T, pad, seed, offset, full_first, full_end)
             kv, qs = (k, val), (q_x, do_x, q_desc, do_desc, q_at, do_at)
-            if v.branch:
+            if v.blocks:
+                entries, count = block_list(n0 // MASK_BLOCK, b, h, c)
+                TILES: tl.constexpr = MASK_BLOCK // v.block_m
+                for index in tl.range(0, count * TILES, num_stages=v.num_stages):
+                    m, full = block_tile(entries, index, full_first, v.block_m)
+                    place = (b, h, S, T, pad, seed, offset, full, full_end)
+                    dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 2, c, v)
+            elif v.branch:
+                if v.mods is not None and v.mods.masked:
+                    place = (b, h, S, T, pad, seed, offset, NOWHERE, full_end)
                 for m in tl.range(first, end, v.block_m, num_stages=v.num_stages):
                     dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 2, c, v)
             else:
@@ -260,19 +274,19 @@ def _dq_step(dq, queries, kv, rows, place, n, MASKED: tl.constexpr, c, v: tl.con
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
     k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
-    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, damp, raw = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[:, None], c, v)
     if MASKED == 1:
-        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+        p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
-            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+            p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED, v.head_dim_v, v.block_dv, v)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seed, offset, c)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
-    ds = p * (dp - delta[:, None])
+    ds = before_mod(p * (dp - delta[:, None]), raw, b, h, i, j, c, v)
     if v.softcap:
         ds = ds * damp
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=v.precision)
@@ -326,7 +340,15 @@ def attention_dq(
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
         place = (b, h, S, T, pad, seed, offset, full_first, full_end)
         qs, kv = (q, do), (k_x, v_x, k_desc, v_desc, k_at, v_at)
-        if v.branch:
+        if v.blocks:
+            entries, count = block_list(m0 // MASK_BLOCK, b, h, c)
+            for index in tl.range(0, count * (MASK_BLOCK // v.block_n), num_stages=v.num_stages):
+                n, full = block_tile(entries, index, full_first, v.block_n)
+                place = (b, h, S, T, pad, seed, offset, full, full_end)
+                dq = _dq_step(dq, qs, kv, rows, place, n, 2, c, v)
+        elif v.branch:
+            if v.mods is not None and v.mods.masked:
+                place = (b, h, S, T, pad, seed, offset, NOWHERE, full_end)
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
                 dq = _dq_step(dq, qs, kv, rows, place, n, 2, c, v)
         else:
@@ -365,13 +387,13 @@ def _bias_tile(q_x, k_x, v_x, do_x, rows_x, row_strides, at, c, seeds, v: tl.con
     lse = tl.load(rows_x[1] + row, mask=i_m < S, other=float("inf"))
     i, j = i_m[:, None], n0 + tl.arange(0, v.block_n)[None, :]
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
-    s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
-    p = tl.where(visible(i, j, S, T, pad, c, v), probabilities(s, lse[:, None], c, v), 0.0)
+    s, _, raw = score_log2(qk, i, j, S, T, b, h, c, v)
+    p = tl.where(visible(i, j, S, T, pad, b, h, c, v), probabilities(s, lse[:, None], c, v), 0.0)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seeds[0], seeds[1], c)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
-    return p * (dp - delta[:, None])
+    return before_mod(p * (dp - delta[:, None]), raw, b, h, i, j, c, v)
 
 
 @triton.jit(do_not_specialize=["seed", "offset"])

@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MASK_BLOCK: tl.constexpr = tl.constexpr(128)
+"""mods.BLOCK"""
+NOWHERE: tl.constexpr = tl.constexpr(2**30)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 RAGGED_ROWS: tl.constexpr = tl.constexpr(2**30)
 """Rows that a ragged descriptor claims to have."""
@@ -43,6 +46,13 @@ class Call(NamedTuple):
     stride_slopes_b: int
     bias_strides: tuple[int, int, int]
     """batch, head, query; the key stride is 1."""
+    aux: Any
+    """Tensors that the mods index: (pointer, sizes) each (triton_mods.py)."""
+    block_entries: Any
+    """The blocks that a block mask leaves to a block of the program's side (mods.py)."""
+    block_counts: Any
+    block_strides: tuple[int, int, int]
+    """Batch and head, in counts; the entries of a block."""
     batch: int
     rows_q: int
     """Stored rows of a packed tensor."""
@@ -98,6 +108,10 @@ class Variant:
     """Every tile of keys lies inside its sequence."""
     direct: bool = False
     """Decode: one split, which writes the results."""
+    mods: Any = None
+    """A user's functions (triton_mods.ModCode), None without."""
+    blocks: bool = False
+    """Only the blocks of a block mask are visited."""
 
 
 @triton.jit
@@ -196,7 +210,24 @@ def query_spans(n, S, T, pad, c, v: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, S, T, pad, c, v: tl.constexpr):
+def block_list(own, b, h, c):
+    """(entries, how many) that the block mask leaves to block `own` of the program's side."""
+    at = b.to(tl.int64) * c.block_strides[0] + h * c.block_strides[1] + own
+    return c.block_entries + at * c.block_strides[2], tl.load(c.block_counts + at)
+
+
+@triton.jit
+def block_tile(entries, index, full_first, BLOCK: tl.constexpr):
+    """(start of the index-th tile of the listed blocks, full_first: nowhere if partly hidden)."""
+    TILES: tl.constexpr = MASK_BLOCK // BLOCK
+    index += tl.cast(0, tl.int32)
+    entry = tl.load(entries + index // TILES)
+    start = (entry >> 1) * MASK_BLOCK + index % TILES * BLOCK
+    return start, tl.where((entry & 1) == 1, full_first, NOWHERE)
+
+
+@triton.jit
+def visible(i, j, S, T, pad, b, h, c, v: tl.constexpr):
     """Whether key j exists and query i sees it (whether i exists is not asked)."""
     ok = (j < T) & (i >= 0)
     if c.pad_k is not None:
@@ -205,6 +236,9 @@ def visible(i, j, S, T, pad, c, v: tl.constexpr):
         ok &= j - i <= T - S + c.right
     if v.left:
         ok &= j - i >= T - S - c.left
+    if v.mods is not None:
+        if v.mods.masked:
+            ok &= v.mods.functions.mask(b, h, i, j, c.aux)
     return ok
 
 
@@ -218,11 +252,13 @@ def tanh(x):
 
 @triton.jit
 def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
-    """(score in log2 units, derivative of the soft cap); with v.fold the product, not yet scaled.
+    """(score in log2 units, derivative of the soft cap, the score before a user's score_mod).
 
-    h is a scalar, or [rows, 1] where rows of several heads are packed.
+    With v.fold the score is the product, not yet scaled. h is a scalar, or [rows, 1] where rows of
+    several heads are packed.
     """
     damp = 1.0
+    raw = qk
     if v.fold:
         s = qk
     else:
@@ -239,8 +275,22 @@ def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
         if c.slopes is not None:
             slope = tl.load(c.slopes + b * c.stride_slopes_b + h)
             s -= slope * tl.abs(i + T - S - j).to(tl.float32)
+        raw = s
+        if v.mods is not None:
+            if v.mods.scored:
+                s = v.mods.functions.score(s, b, h, i, j, c.aux)
         s = s * LOG2E
-    return s, damp
+    return s, damp, raw
+
+
+@triton.jit
+def before_mod(ds, raw, b, h, i, j, c, v: tl.constexpr):
+    """Gradient of the score before score_mod, from that after it (0 where P is)."""
+    if v.mods is not None:
+        if v.mods.scored:
+            grad = v.mods.functions.grad(raw, b, h, i, j, ds, c.aux)
+            ds = tl.where(ds == 0.0, 0.0, grad)
+    return ds
 
 
 @triton.jit

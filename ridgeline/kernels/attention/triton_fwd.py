@@ -20,6 +20,10 @@ import triton.language as tl
 from ridgeline.kernels.attention.triton_common import (
     LN2,
     LOG2E,
+    MASK_BLOCK,
+    NOWHERE,
+    block_list,
+    block_tile,
     dropout_keep,
     key_spans,
     load_paged_rows,
@@ -115,13 +119,14 @@ def attention_step(
     k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
-    s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, _, _ = score_log2(qk, i, j, S, T, b, h, c, v)
     if MASKED == 1:
-        s = tl.where(visible(i, j, S, T, pad, c, v), s, float("-inf"))
+        s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
-            s = tl.where(visible(i, j, S, T, pad, c, v), s, float("-inf"))
-    p, m, rescale = online_softmax(s, m, MASKED > 0 or c.bias is not None, c, v)
+            s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
+    SAFE: tl.constexpr = MASKED > 0 or c.bias is not None or v.mods is not None
+    p, m, rescale = online_softmax(s, m, SAFE, c, v)
     total = total * rescale + tl.sum(p, 1)
     if v.dropout:
         p = tl.where(dropout_keep(i, j, b, h, seed, offset, c), p, 0.0)
@@ -189,7 +194,15 @@ def attention_fwd(
         place = (b, h, S, T, pad, seed, offset)
         rows = (i_m, full_first, full_end)
         kv = (k_x, v_x, k_desc, v_desc, k_at, v_at)
-        if v.branch:
+        if v.blocks:
+            entries, count = block_list(m0 // MASK_BLOCK, b, h, c)
+            for index in tl.range(0, count * (MASK_BLOCK // v.block_n), num_stages=v.num_stages):
+                n, full = block_tile(entries, index, full_first, v.block_n)
+                rows = (i_m, full, full_end)
+                acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 2, c, v)
+        elif v.branch:
+            if v.mods is not None and v.mods.masked:
+                rows = (i_m, NOWHERE, full_end)
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
                 acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 2, c, v)
         else:

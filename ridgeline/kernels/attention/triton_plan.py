@@ -22,9 +22,11 @@ from ridgeline.core import env
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.kernels.attention.config import TileConfig, block_dims, next_power_of_2
+from ridgeline.kernels.attention.mods import BLOCK as MASK_BLOCK
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions, AttentionProblem
 from ridgeline.kernels.attention.rng import threshold
 from ridgeline.kernels.attention.triton_common import Call, Variant
+from ridgeline.kernels.attention.triton_mods import ModCode, code_of
 from ridgeline.kernels.attention.triton_tiles import list_tiles
 
 LOG2E = 1.4426950408889634
@@ -154,6 +156,8 @@ class Inputs:
     seqlen_k: int
     packed_q: bool
     paged: bool
+    mods: tuple[ModCode, tuple[Any, ...] | None] | None = None
+    """A user's functions, compiled, and the tensors that they index."""
 
     @property
     def heads(self) -> int:
@@ -223,6 +227,7 @@ def inputs_of(q, k, v, options: AttentionOptions, extras: AttentionExtras) -> In
         seqlen_k=seqlen_k,
         packed_q=packed_q,
         paged=paged,
+        mods=None if extras.mods is None else code_of(extras.mods, q.device),
     )
 
 
@@ -246,6 +251,7 @@ def problem_of(x: Inputs, direction: str) -> AttentionProblem:
         alibi=extras.alibi_slopes is not None,
         sinks=extras.sinks_H is not None,
         bias=extras.bias is not None,
+        mods=extras.mods is not None,
         varlen=x.packed_q,
         seqused=extras.seqused_k is not None,
         page_size=x.k.shape[1] if x.paged else None,
@@ -286,8 +292,8 @@ def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
     return Tiles((capacity, 1), entries, (made,))
 
 
-def call_of(x: Inputs, tiles: Tiles | None = None) -> Call:
-    """The runtime arguments of a call; tiles: of the kernel's grid."""
+def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
+    """The runtime arguments of a call; tiles: of the kernel's grid, side: whose tiles those are."""
     options, extras = x.options, x.extras
     slopes, bias = extras.alibi_slopes, extras.bias
     if slopes is not None:
@@ -314,6 +320,8 @@ def call_of(x: Inputs, tiles: Tiles | None = None) -> Call:
         stride_pages=extras.page_ids_BU.stride(0) if x.paged else 0,
         stride_slopes_b=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         bias_strides=bias_strides,
+        aux=None if x.mods is None else x.mods[1],
+        **_block_lists(x, side),
         batch=x.batch,
         rows_q=x.q.shape[1],
         rows_k=x.k.shape[1],
@@ -329,14 +337,31 @@ def call_of(x: Inputs, tiles: Tiles | None = None) -> Call:
     )
 
 
+def _block_lists(x: Inputs, side: str) -> dict[str, Any]:
+    """The lists of a block mask that programs over tiles of a side walk."""
+    blocks = None if x.extras.mods is None else x.extras.mods.blocks
+    if blocks is None:
+        return {"block_entries": None, "block_counts": None, "block_strides": (0, 0, 0)}
+    entries, counts = blocks.key_blocks, blocks.num_key_blocks
+    if side == "k":
+        entries, counts = blocks.query_blocks, blocks.num_query_blocks
+    per_batch, per_head = counts.stride()[:2]
+    batch = per_batch if counts.shape[0] > 1 else 0
+    strides = (batch, per_head if counts.shape[1] > 1 else 0, entries.shape[-1])
+    return {"block_entries": entries, "block_counts": counts, "block_strides": strides}
+
+
 def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant:
     """The compile key of a kernel for a call."""
     options, extras = x.options, x.extras
     block_d, block_dv = block_dims(problem_of(x, "fwd"))
+    code = None if x.mods is None else x.mods[0]
+    blocks = extras.mods is not None and extras.mods.blocks is not None
     plain = not options.softcap and extras.bias is None and extras.alibi_slopes is None
+    plain &= code is None or not code.scored
     page_size = x.k.shape[1] if x.paged else 0
-    whole_m = x.whole_queries and x.seqlen_q % tile.block_m == 0
-    whole_n = x.whole_keys and x.seqlen_k % tile.block_n == 0
+    whole_m = x.whole_queries and x.seqlen_q % (MASK_BLOCK if blocks else tile.block_m) == 0
+    whole_n = x.whole_keys and x.seqlen_k % (MASK_BLOCK if blocks else tile.block_n) == 0
     return Variant(
         head_dim=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
@@ -356,7 +381,9 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant
         page_size=page_size,
         page_shift=max(0, page_size.bit_length() - 1),
         same_rows=x.k.stride()[:2] == x.v.stride()[:2],
-        branch=tile.branch,
+        mods=code,
+        blocks=blocks,
+        branch=tile.branch or (code is not None and code.masked),
         whole_m=whole_m,
         whole_n=whole_n,
         **flags,
