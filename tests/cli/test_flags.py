@@ -38,9 +38,11 @@ FLAGS = {
     "--checkpoint.resume --checkpoint.accept-changes --checkpoint.no-accept-changes "
     "--checkpoint.export --checkpoint.no-export --log.every-steps --log.eval-every-steps "
     "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard",
-    "quantize": "--model --out --text --method --bits --format --group-size --symmetric "
-    "--no-symmetric --act-order --damp --sequences --sequence-tokens --seed --skip --overwrite "
-    "--no-overwrite --device",
+    "quantize": "--model --out --text --json-field --method --bits --format --group-size "
+    "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
+    "--batch-sequences --seed --skip --override --held-out --held-out-windows --max-kl "
+    "--max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
+    "--device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
