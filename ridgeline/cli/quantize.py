@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ridgeline.cli.command import Command, Result
-from ridgeline.cli.overwrite import QUANTIZE_REPORT, check_out
+from ridgeline.cli.overwrite import check_out
 from ridgeline.cli.tables import bytes_text, table
 from ridgeline.core.errors import bad_value
 from ridgeline.core.text import read_text
@@ -25,6 +25,7 @@ from ridgeline.nn.hf import (
     load_pretrained,
     state_tensors,
 )
+from ridgeline.nn.overwrite import QUANTIZE_REPORT
 from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.calibrate import quantize_model

@@ -407,32 +407,38 @@ def read_state(
     sections: those of which nothing may be left over.
     Raises: UserError on every rank where one of them fails.
     """
-    planner, reader = WantedPlanner(sections), SafetensorsReader(folder)
-    if group is not None:
-        with _dcp_errors():
-            dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+    if group is None:
+        _read_here(folder, state, read_metadata(folder), sections=sections)
         return
-    metadata = reader.read_metadata()
+    planner, reader = WantedPlanner(sections), SafetensorsReader(folder)
+    with _dcp_errors():
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+
+
+def iterate_whole(folder: Path, section: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a section, whole, in host memory, by full name, one at a time."""
+    metadata = read_metadata(folder)
+    for name, stored in metadata.state_dict_metadata.items():
+        if name.startswith(f"{section}/"):
+            assert isinstance(stored, TensorStorageMetadata)
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            _read_here(folder, {name: [whole_piece(tensor)]}, metadata, sections=())
+            yield name.partition("/")[2], tensor
+
+
+def read_whole(folder: Path, section: str) -> dict[str, torch.Tensor]:
+    """All of `iterate_whole`."""
+    return dict(iterate_whole(folder, section))
+
+
+def _read_here(
+    folder: Path, state: State, metadata: Metadata, *, sections: tuple[str, ...]
+) -> None:
+    planner, reader = WantedPlanner(sections), SafetensorsReader(folder)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     plans = planner.create_global_plan([planner.create_local_plan()])
     reader.read_data(plans[0], planner).wait()
-
-
-def read_whole(folder: Path, section: str) -> dict[str, torch.Tensor]:
-    """All tensors of a section, whole, in host memory, by full name."""
-    metadata = read_metadata(folder)
-    prefix = f"{section}/"
-    whole: dict[str, torch.Tensor] = {}
-    state: State = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        if name.startswith(prefix):
-            assert isinstance(stored, TensorStorageMetadata)
-            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            whole[name.removeprefix(prefix)] = tensor
-            state[name] = [whole_piece(tensor)]
-    read_state(folder, state, None, sections=(section,))
-    return whole
 
 
 @contextlib.contextmanager

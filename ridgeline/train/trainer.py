@@ -1,4 +1,5 @@
-"""The training loop of one process: `train(config)` from text files to a Hugging Face folder.
+"""The training loop: `train(config)` from text files to a Hugging Face folder, on one process or
+many.
 
     for each step:   indices = order(consumed)            one integer, no loader state
                      n = valid targets of the global batch, counted from offsets
@@ -7,13 +8,16 @@
     now and then:    a row of metrics, an evaluation, a checkpoint
 
 A step's result depends on (state, config, consumed) alone, so a run that was interrupted anywhere
-and resumed equals one that was not, bitwise on a CPU with the same number of threads.
+and resumed equals one that was not, bitwise on a CPU with the same number of threads and the same
+layout; under another layout it goes on with the same state and the same samples.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,11 @@ from typing import Any
 import torch
 
 import ridgeline
-from ridgeline.core import progress
-from ridgeline.core.errors import UserError, bad_value
-from ridgeline.nn.hf import save_pretrained
-from ridgeline.train import checkpoint
+from ridgeline.core import env, progress
+from ridgeline.core.dtypes import torch_dtype
+from ridgeline.core.errors import UserError, bad_value, common
+from ridgeline.parallel.checkpoint import Record, Saver, scan
+from ridgeline.train.checkpoint import run_lock, run_state
 from ridgeline.train.config import (
     TrainConfig,
     config_hash,
@@ -33,8 +38,7 @@ from ridgeline.train.config import (
     require_files,
     to_dict,
 )
-from ridgeline.train.data import PackedBatch
-from ridgeline.train.loss import linear_cross_entropy
+from ridgeline.train.export import export
 from ridgeline.train.metrics import (
     Meter,
     MetricsLog,
@@ -42,10 +46,14 @@ from ridgeline.train.metrics import (
     peak_of,
     require_tensorboard,
 )
-from ridgeline.train.optim import clip_gradients, learning_rate
+from ridgeline.train.optim import learning_rate
 from ridgeline.train.order import sample_order
-from ridgeline.train.start import Start, choose_device, prepare
+from ridgeline.train.profile import StepProfiler
+from ridgeline.train.ranks import Ranks, open_ranks, told_once
+from ridgeline.train.start import Start, choose_device, export_folder, prepare
 from ridgeline.train.stop import StopRequest
+from ridgeline.train.toml import to_toml
+from ridgeline.train.watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
 
