@@ -24,6 +24,7 @@ import ridgeline
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.nn.hf import save_pretrained
+from ridgeline.parallel.loss import linear_cross_entropy
 from ridgeline.train import checkpoint
 from ridgeline.train.config import (
     TrainConfig,
@@ -34,7 +35,6 @@ from ridgeline.train.config import (
     to_dict,
 )
 from ridgeline.train.data import PackedBatch
-from ridgeline.train.loss import linear_cross_entropy
 from ridgeline.train.metrics import (
     Meter,
     MetricsLog,
