@@ -39,8 +39,8 @@ class Layout:
     cp: int = 1
     """Ranks that share every sequence, at least 1."""
     zero: Literal[0, 1, 2, 3] = 3
-    """What dp_shard ranks share: 1 optimizer state, 2 and gradients, 3 and parameters; 0 (plain data
-    parallel) needs dp_shard = 1."""
+    """What dp_shard ranks share: 1 optimizer state, 2 and gradients, 3 and parameters; 0 (plain
+    data parallel) needs dp_shard = 1."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
     """Order of a pipeline's forward and backward passes; unused with pp = 1."""
     stages_per_rank: int | None = None

@@ -85,9 +85,7 @@ def staged(state: State) -> State:
     """Copies in host memory, so that training may go on while they are written."""
     # Copies first and one wait at the end: transfers from a GPU overlap each other.
     copied = {
-        name: [
-            Piece(tensor=_host_copy(p.tensor), offsets=p.offsets, shape=p.shape) for p in pieces
-        ]
+        name: [Piece(tensor=_host_copy(p.tensor), offsets=p.offsets, shape=p.shape) for p in pieces]
         for name, pieces in state.items()
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -230,7 +228,10 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def file_facts(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def write_state(
@@ -300,7 +301,9 @@ class WantedPlanner(DefaultLoadPlanner):
         pieces: list[Piece]
         for name, pieces in self.state_dict.items():
             if name not in stored:
-                raise UserError(f"checkpoint: it must hold every tensor of the model, got no {name}")
+                raise UserError(
+                    f"checkpoint: it must hold every tensor of the model, got no {name}"
+                )
             for piece in pieces:
                 items += _reads(name, piece, stored[name])
         return LoadPlan(items, planner_data=sorted(self.state_dict))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.core.errors import UserError
-from ridgeline.parallel.checkpoint import Group, Saver, newest_whole, restore_interrupted, verify
+from ridgeline.parallel.checkpoint import Group, restore_interrupted, verify
 from ridgeline.parallel.storage import (
     Piece,
     State,
@@ -146,7 +146,11 @@ def restore(
     optimizer.masters_changed()
     prefix = _rng_prefix(rank)
     set_rng_state(
-        {key.removeprefix(prefix): pieces[0].tensor for key, pieces in states.items() if key in state}
+        {
+            key.removeprefix(prefix): pieces[0].tensor
+            for key, pieces in states.items()
+            if key in state
+        }
     )
 
 
@@ -173,5 +177,3 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             ) from error
         restore_interrupted(run_dir / "checkpoints")
         yield
-
-

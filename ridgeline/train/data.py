@@ -17,13 +17,11 @@ import numpy as np
 import torch
 
 from ridgeline.core.errors import UserError
+from ridgeline.parallel.loss import IGNORE
 from ridgeline.train.config import DataConfig
 from ridgeline.train.documents import DocumentRule
 from ridgeline.train.order import mix64, sample_order
 from ridgeline.train.tokens import TextTokenizer, TokenStore, cache_folder, tokenize_files
-
-IGNORE = -100
-"""Target of a token that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,14 @@ def split(events: Iterable[tuple[str, bool, float, float]]) -> dict[str, float]:
     }
 
 
+def shares(step_ms: dict[str, float]) -> str:
+    """A split for people: "compute 80% exposed comm 12% ..."."""
+    whole = max(sum(step_ms.values()), 1e-9)
+    return " ".join(
+        f"{name.replace('_', ' ')} {100 * ms / whole:.0f}%" for name, ms in step_ms.items()
+    )
+
+
 class StepProfiler:
     """Profiles the steps that the config asks for."""
 

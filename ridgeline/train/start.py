@@ -68,9 +68,7 @@ def prepare(config: TrainConfig, device: torch.device, ranks: Ranks) -> Start:
     worker = ranks.together(lambda: _worker(config, shape, device))
     if found is not None:
         with told_once():
-            restore(
-                found[0], worker.pieces(), worker.optimizer, rank=ranks.rank, group=ranks.talk
-            )
+            restore(found[0], worker.pieces(), worker.optimizer, rank=ranks.rank, group=ranks.talk)
     ranks.first(lambda: _write_run_files(config, tokenizer))
     return Start(
         config=config,
@@ -159,9 +157,7 @@ def _check_layout(config: TrainConfig, shape: DecoderConfig) -> list[str]:
         windowed=shape.sliding_window is not None,
     )
     local = env.local_world_size() if env.world_size() > 1 else None
-    return check_layout(
-        config.layout, work, world_size=env.world_size(), local_world_size=local
-    )
+    return check_layout(config.layout, work, world_size=env.world_size(), local_world_size=local)
 
 
 def _worker(config: TrainConfig, shape: DecoderConfig, device: torch.device) -> Worker:

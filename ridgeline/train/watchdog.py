@@ -138,9 +138,7 @@ def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def told(
-    reports: dict[int, dict[str, Any]], size: int, timeout_s: float, folder: Path
-) -> str:
+def told(reports: dict[int, dict[str, Any]], size: int, timeout_s: float, folder: Path) -> str:
     """The ranks' reports for people: who is behind, and what each one did last."""
     behind = behind_of(reports, size)
     lines = [

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.nn.hf import load_pretrained
+from ridgeline.parallel.loss import IGNORE
 from ridgeline.train import checkpoint, trainer
-from ridgeline.train.data import IGNORE, PackedSamples
+from ridgeline.train.data import PackedSamples
 from ridgeline.train.start import build_model, prepare
 from ridgeline.train.tokens import byte_tokenizer
 from ridgeline.train.toml import load_config
