@@ -1,10 +1,10 @@
 """Process groups and meshes of a layout, and failing together.
 
     base mesh   pp x replicate x shard x tp      FSDP takes (replicate, shard)
-    shard       dp_shard x cp (context ranks hold the same parameters and other tokens, so they shard
+    shard       dp_shard x cp (context ranks hold the same parameters and other tokens: they shard
                 them like data ranks); with zero = 0: 1, and replicate = dp x cp
 
-An error that only some ranks see would leave the others waiting in a collective for ever: `together`
+An error that only some ranks see would leave the others waiting in a collective: `together`
 runs a check on every rank and lets all of them raise the first rank's error.
 """
 
