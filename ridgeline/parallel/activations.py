@@ -1,4 +1,4 @@
-"""Which activations wait for the backward pass: all, few (selective), or only blocks' inputs (full).
+"""Which activations wait for the backward pass: all, few (selective), or blocks' inputs (full).
 
 full keeps b s C elements a block and runs its forward again (a third more FLOPs). selective keeps
 what is dear to make again for its size: the attention's output and LSE, and the products with
@@ -51,9 +51,7 @@ def checkpoint_block(block: nn.Module, kind: str, width: int) -> None:
     def recomputed(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, **context
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context)
 
     block.forward = recomputed
 

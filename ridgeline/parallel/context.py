@@ -1,8 +1,8 @@
 """Context parallel: sequences cut over ranks, attention by passing keys and values around a ring.
 
-Each sample of S tokens is cut into 2 cp pieces; rank r holds pieces r and 2 cp - 1 - r, so that under
-the causal mask every rank sees about as many keys. Attention of this rank's queries over the keys of
-source rank s is one call of our operator, which returns (out, lse); results are merged:
+Each sample of S tokens is cut into 2 cp pieces; rank r holds pieces r and 2 cp - 1 - r, so that
+under the causal mask every rank sees about as many keys. Attention of this rank's queries over the
+keys of source rank s is one call of our operator, which returns (out, lse); results are merged:
 
     lse = log(e^lse_1 + e^lse_2),   out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
 
@@ -18,7 +18,7 @@ while a rank computes. Sources: Liu et al. 2023 (Ring Attention, arXiv 2310.0188
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -66,7 +66,7 @@ class ContextPlan:
         """The plan of a micro-batch with documents of these lengths. Host work only."""
         assert world.context is not None
         cp, device = world.layout.cp, world.device
-        ends = np.cumsum(np.asarray(seqlens, dtype=np.int64))
+        ends: np.ndarray = np.asarray(seqlens, dtype=np.int64).cumsum()
         tokens = [held_tokens(int(ends[-1]), sample_tokens, cp, rank) for rank in range(cp)]
         own = tokens[world.cp_rank]
         piece = sample_tokens // (2 * cp)
@@ -221,7 +221,8 @@ class _Ring(torch.autograd.Function):
             coming = _Hop(kv, plan.group) if hop + 1 < size else None
             call = plan.across[(rank - hop) % size]
             if call is not None:
-                _merge(total, lse, *attention_op(*_arguments(q, kv, call)), call.rows_q)
+                share, lse_share = attention_op(*_arguments(q, kv, call))
+                _merge(total, lse, share, lse_share, call.rows_q)
             if coming is not None:
                 kv = coming.wait()
         out = total.to(q.dtype)
@@ -244,8 +245,13 @@ class _Ring(torch.autograd.Function):
             call = plan.across[(rank - hop) % size]
             if call is not None:
                 rows = call.rows_q
-                parts = (dout[rows], None, out[rows], lse[:, rows].contiguous())
-                share = backward_op(*parts, *_arguments(q, kv, call))
+                share = backward_op(
+                    dout[rows],
+                    None,
+                    out[rows],
+                    lse[:, rows].contiguous(),
+                    *_arguments(q, kv, call),
+                )
                 dq.index_add_(0, rows, share[0].float())
                 # Keys may serve two query pieces: index_add_ sums them.
                 dkv.index_add_(1, call.rows_k, torch.stack((share[1], share[2])).float())
@@ -274,7 +280,9 @@ def _merge(
     lse[:, rows] = both
 
 
-@torch.compiler.disable
+_apply: Callable[..., torch.Tensor] = torch.compiler.disable(_Ring.apply)
+
+
 def ring(
     q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, plan: ContextPlan
 ) -> torch.Tensor:
@@ -283,4 +291,4 @@ def ring(
     Shapes: q [P, H, D], k, v [P, G, D]: this rank's tokens -> [P, H, D] in q's dtype.
     Numerics: partial results merged, and gradients summed, in fp32.
     """
-    return _Ring.apply(q_PHD, k_PGD, v_PGD, plan)
+    return _apply(q_PHD, k_PGD, v_PGD, plan)

@@ -3,7 +3,8 @@
     replicate x shard mesh     shard = 1: DDP;  replicate = 1: ZeRO;  both: HSDP
     zero 3    parameters are gathered for each block and dropped after it, forward and backward
     zero 1,2  gathered once a step, kept until the step's last backward
-    zero <= 1 gradients are kept whole and reduced once a step; 2, 3: each micro-batch (layout.reduce)
+    zero 0,1  gradients are kept whole and reduced once a step; 2, 3: each micro-batch
+              (layout.reduce chooses otherwise)
 
 Parameters are fp32 (or ModelOptions.master_dtype) shards; blocks run on a cast copy, gradients are
 summed in fp32. They are summed, not averaged: the loss is already divided by the global batch's

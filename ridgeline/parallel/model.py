@@ -185,7 +185,7 @@ class ParallelModel:
             local.copy_(self.shard_of(name).cut(whole))
 
     def full(self, name: str) -> torch.Tensor:
-        """The whole parameter in fp32 on the CPU. A collective of all ranks, in all_names' order."""
+        """The whole parameter in fp32 on the CPU. A collective: all ranks, in all_names' order."""
         return self._gather(name, self._local.get(name))
 
     def full_gradient(self, name: str) -> torch.Tensor:

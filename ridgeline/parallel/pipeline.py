@@ -7,8 +7,8 @@
     zero_bubble    less: weights' part of the backward pass fills the gaps
     zbv            none if F = I = W: two stages a rank, down and up again
 
-Each hop moves b s C elements forward and as many back. Sources: Huang et al. 2019 (GPipe), Narayanan
-et al. 2021 (arXiv 2104.04473, interleaving), Qi et al. 2023 (2401.10241, zero bubble).
+Each hop moves b s C elements forward and as many back. Sources: Huang et al. 2019 (GPipe);
+Narayanan et al. 2021 (arXiv 2104.04473, interleaving); Qi et al. 2023 (2401.10241, zero bubble).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SCHEDULES: dict[str, Any] = {
 
 
 class _Veiled(nn.Module):
-    """A stage that the schedule does not recognise as sharded, so that FSDP's own hooks reduce after
-    each micro-batch instead of the schedule once at the end."""
+    """A stage that the schedule does not recognise as sharded, so that FSDP's own hooks reduce
+    after each micro-batch instead of the schedule once at the end."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()

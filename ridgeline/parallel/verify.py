@@ -1,4 +1,4 @@
-"""Is a layout the same as one process? k steps of both on the same global batches, compared by name.
+"""Is a layout the same as one process? k steps of both on the same batches, compared by name.
 
 Rank 0 also trains a plain Decoder in fp32 on whole batches. After each step loss, gradient norm and
 every parameter's whole gradient are compared, then both take the same plain gradient step, and at
