@@ -19,33 +19,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed import _functional_collectives as functional
 
 Group = dist.ProcessGroup
+_ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """The sum (or op) of all ranks' tensors; not differentiable."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, group))
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def all_gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All ranks' pieces joined along a dim; not differentiable."""
-    if all(size == 1 for size in x.shape[:dim]):  # nothing lies before it: no copy to reorder
-        flat = x.flatten(0, dim)
-        whole = functional.wait_tensor(functional.all_gather_tensor(flat.contiguous(), 0, group))
-        return whole.unflatten(0, (*x.shape[:dim], -1))
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+    first = x.movedim(dim, 0).contiguous()  # a view where only dims of size 1 lie before it
+    found = _ops.all_gather_into_tensor(first, group.size(), group.group_name)
+    return _ops.wait_tensor(found).movedim(0, dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's piece along a dim of all ranks' sum; not differentiable."""
-    if all(size == 1 for size in x.shape[:dim]):
-        flat = x.flatten(0, dim).contiguous()
-        own = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", 0, group))
-        return own.unflatten(0, (*x.shape[:dim], -1))
-    found = functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group)
-    return functional.wait_tensor(found)
+    first = x.movedim(dim, 0).contiguous()
+    found = _ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name)
+    return _ops.wait_tensor(found).movedim(0, dim)
 
 
 class _Copy(torch.autograd.Function):

@@ -1,10 +1,10 @@
 """Process groups and meshes of a layout, and failing together.
 
     base mesh   pp x replicate x shard x tp      FSDP takes (replicate, shard)
-    shard       dp_shard x cp (context ranks hold the same parameters and other tokens, so they shard
+    shard       dp_shard x cp (context ranks hold the same parameters and other tokens: they shard
                 them like data ranks); with zero = 0: 1, and replicate = dp x cp
 
-An error that only some ranks see would leave the others waiting in a collective for ever: `together`
+An error that only some ranks see would leave the others waiting in a collective: `together`
 runs a check on every rank and lets all of them raise the first rank's error.
 """
 
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ridgeline.core.errors import UserError
@@ -69,7 +70,7 @@ def start(device: str, timeout_s: float = 600.0) -> torch.device:
     device."""
     timeout = datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
-        own = torch.device("cuda", dist.get_node_local_rank(0))
+        own = torch.device("cuda", distributed_c10d.get_node_local_rank(0))
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", timeout=timeout, device_id=own)
         return own
@@ -118,12 +119,14 @@ def _context_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     """One group for each set of ranks that differ in cp alone; all ranks make all of them."""
     if layout.cp == 1:
         return None
-    own = None
+    own: dist.ProcessGroup | None = None
     for first in range(layout.world_size):
         if coordinates(layout, first)["cp"] == 0:
             ranks = [first + layout.tp * i for i in range(layout.cp)]
             group = dist.new_group(ranks)
-            own = group if rank in ranks else own
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                own = group
     return own
 
 

@@ -64,8 +64,9 @@ class Split:
         self.pieces: dict[int, Piece] = {}
         """id of the parameter -> its part."""
 
-    def cut(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+    def cut(self, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
         """The local parameter (on meta: filled later) of a whole one."""
+        assert isinstance(whole, nn.Parameter)
         if id(whole) in self._cut:
             return self._cut[id(whole)][1]
         shape = list(whole.shape)
