@@ -328,4 +328,15 @@ def test_queued_work_is_waited_for_before_the_meter_stops(make_config, monkeypat
         log={"every_steps": 6, "eval_every_steps": 2, "eval_samples": 2},
     )
     trainer.train(config)
-    assert events == ["stop", 1, "stop", 2, "stop", 3, "stop", "stop", 5, "stop"]  # steps done before
+    assert events == [
+        "stop",
+        1,
+        "stop",
+        2,
+        "stop",
+        3,
+        "stop",
+        "stop",
+        5,
+        "stop",
+    ]  # steps done before
