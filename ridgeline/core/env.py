@@ -6,7 +6,8 @@ RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py look
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
-TORCH_FR_BUFFER_SIZE   set for PyTorch's flight recorder where it is not (record_collectives)
+TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
+                       quiet_profiler)
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ def record_collectives(count: int = 512) -> None:
     """Let PyTorch remember the last collectives of this process, for a report of a hang; to be
     called before the process group is made."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(count))
+
+
+def quiet_profiler() -> None:
+    """Keep PyTorch's profiler from writing its own log lines to stderr; to be called before its
+    first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
 
 
 def triton_interpreted() -> bool:

@@ -90,7 +90,9 @@ class Saver:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="checkpoint")
+        # One process finishes its save before it ends; many may wait for a rank that is gone.
+        daemon = self._group is not None
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=daemon)
         self._thread.start()
 
     def wait(self) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.train.config import LogConfig
 from ridgeline.train.ranks import Ranks
@@ -89,6 +90,7 @@ class StepProfiler:
     """Profiles the steps that the config asks for."""
 
     def __init__(self, config: LogConfig, run_dir: Path, ranks: Ranks) -> None:
+        env.quiet_profiler()
         self._config, self._folder, self._ranks = config, run_dir / "profile", ranks
         self.step_ms: dict[str, float] | None = None
         """Of the profiled step since it was last taken, mean over ranks, milliseconds."""

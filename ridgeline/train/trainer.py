@@ -96,12 +96,13 @@ def train(
     saved, the schedule still ends at config.steps.
     Raises: ValueError for a config that cannot be, UserError for files, disk and diverged training.
     """
-    require_files(config)
-    if stop_at_step is not None and stop_at_step < 1:
-        raise bad_value("train", "stop_at_step", "be at least 1", stop_at_step, "leave it out")
-    device = choose_device(config.device)
-    if config.log.tensorboard:
-        require_tensorboard()
+    with told_once():
+        require_files(config)
+        if stop_at_step is not None and stop_at_step < 1:
+            raise bad_value("train", "stop_at_step", "be at least 1", stop_at_step, "leave it out")
+        device = choose_device(config.device)
+        if config.log.tensorboard:
+            require_tensorboard()
     with open_ranks(config, device) as ranks, ExitStack() as held:
         if device.type == "cuda" and ranks.size > 1:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -167,9 +168,11 @@ class _Run:
         return stop.named(self.ranks.any_of(stop.number))
 
     def close(self) -> None:
-        """End what outlives an error."""
-        with suppress(BaseException):
-            self.saver.wait()
+        """End what outlives an error. Of several ranks one may be gone: its part of a save under way
+        will never come."""
+        if self.ranks.size == 1:
+            with suppress(BaseException):
+                self.saver.wait()
         self.log.close()
 
     def _announce(self) -> None:

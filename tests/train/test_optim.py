@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.core.errors import UserError
 from ridgeline.train.config import OptimConfig
 from ridgeline.train.optim import PartOptimizer, clip_gradients, learning_rate, warmup_steps
 

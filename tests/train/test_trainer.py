@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.nn.hf import load_pretrained
-from ridgeline.parallel.loss import IGNORE
 from ridgeline.parallel.checkpoint import scan
+from ridgeline.parallel.loss import IGNORE
 from ridgeline.train import checkpoint, trainer, worker
 from ridgeline.train.data import PackedSamples
 from ridgeline.train.ranks import Ranks
