@@ -17,6 +17,9 @@ from ridgeline.train.config import TrainConfig, config_hash
 
 Result = TypeVar("Result")
 
+SAVE_GROUP = "checkpoint"
+"""Name of the group that checkpoints are written over."""
+
 _SPARE_S = 120.0
 """How much later than the run's own report PyTorch gives a collective up."""
 
@@ -106,8 +109,8 @@ def open_ranks(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     yield Ranks(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        talk=dist.new_group(backend="gloo"),
-        save=dist.new_group(backend="gloo"),
+        talk=dist.new_group(backend="gloo", group_desc="agreement"),
+        save=dist.new_group(backend="gloo", group_desc=SAVE_GROUP),
     )
     # Not after an error: another rank may be gone, and leaving is a collective call.
     mesh.stop()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from ridgeline.train.ranks import Ranks
+from ridgeline.train.ranks import SAVE_GROUP, Ranks
 
 EXIT_CODE = 1
 _GRACE_S = 3.0
@@ -108,7 +108,8 @@ class Watchdog:
 
 
 def last_collectives(count: int = 8) -> list[dict[str, Any]]:
-    """This process's last collectives from PyTorch's flight recorder, oldest first."""
+    """This process's last collectives from PyTorch's flight recorder, oldest first: those under way
+    and the last others, a checkpoint's beside the training left out where they are finished."""
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
         c10d, "_dump_nccl_trace_json", None
     )
@@ -118,7 +119,7 @@ def last_collectives(count: int = 8) -> list[dict[str, Any]]:
         entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     except (RuntimeError, ValueError, TypeError):
         return []
-    return [
+    found = [
         {
             "name": entry.get("profiling_name", "?"),
             "number": entry.get("collective_seq_id", entry.get("p2p_seq_id", 0)),
@@ -126,8 +127,11 @@ def last_collectives(count: int = 8) -> list[dict[str, Any]]:
             "sizes": entry.get("input_sizes", []),
             "finished": bool(entry.get("retired", False)) or entry.get("state") == "completed",
         }
-        for entry in entries[-count:]
+        for entry in entries
     ]
+    mine = [each for each in found if not each["finished"] or SAVE_GROUP not in each["group"]]
+    last = len(mine) - count
+    return [each for place, each in enumerate(mine) if place >= last or not each["finished"]]
 
 
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
