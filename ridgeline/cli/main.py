@@ -30,11 +30,11 @@ COMMANDS: dict[str, str] = {
     "explain": "Which kernel and tile a problem gets, why others refuse, and its roofline floor.",
     "tune": "Time the valid tiles of a kernel on this machine's GPU and keep the fastest.",
     "warmup": "Compile the Hopper kernels into the user cache, with or without a GPU.",
-    "train": "Train a decoder on text files.",
+    "train": "Train a decoder on text files, on one process or many (torchrun).",
     "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
     "eval": "Perplexity of a model folder on a text file.",
     "generate": "Answer a prompt, streamed token by token.",
-    "convert": "Write a GGUF file or a Hugging Face folder as a Hugging Face folder.",
+    "convert": "Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder.",
 }
 """Name and one line of each command; `ridgeline.cli.<name>` holds it."""
 
