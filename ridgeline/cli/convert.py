@@ -1,4 +1,4 @@
-"""`ridgeline convert`: a GGUF file, a Hugging Face folder or a training checkpoint of any layout in, a
+"""`ridgeline convert`: a GGUF file, a Hugging Face folder or a checkpoint of any layout in, a
 Hugging Face folder out; plain weights in another dtype, quantized ones in another format."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ConvertConfig:
     """Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder."""
 
     source: Path
-    """A .gguf file, a folder with config.json and safetensors, a checkpoint of `ridgeline train`, or
-    its run folder (the newest good checkpoint)."""
+    """A .gguf file, a folder with config.json and safetensors, or a checkpoint of `ridgeline train`
+    (or its run folder: the newest good one)."""
     out: Path
     """The folder to write; it appears whole or not at all."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
@@ -47,8 +47,8 @@ class ConvertConfig:
     """Round where the format cannot hold the quantized weights as they are (act-order in awq, for
     example) instead of refusing."""
     max_shard_gb: float = 5.0
-    """Largest safetensors file, GB (1e9 bytes), above 0; folders and checkpoints only, a GGUF file's
-    model is written with the default."""
+    """Largest safetensors file, GB (1e9 bytes), above 0; not for a GGUF file, whose model is
+    written with the default."""
     overwrite: bool = False
     """Replace `out` where it is a model folder with nothing else in it."""
 

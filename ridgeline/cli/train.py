@@ -1,5 +1,5 @@
-"""`ridgeline train`: text files to a trained decoder, interruptible and resumable; on one process, or
-under `torchrun -m ridgeline train` on as many as the layout asks for."""
+"""`ridgeline train`: text files to a trained decoder, interruptible and resumable; on one process,
+or under `torchrun -m ridgeline train` on as many as the layout asks for."""
 
 from __future__ import annotations
 

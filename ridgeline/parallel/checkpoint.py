@@ -9,9 +9,9 @@
         state.json              step, consumed samples, config, and SHA-256 and size of every file
 
 All ranks fill one folder under a temporary name; when the last one has flushed its files, rank 0
-writes state.json and renames, so that a killed run leaves the previous checkpoint and a half-written
-one is never seen. A load reads every byte against the checksums, each rank a share, and goes back
-to the previous good one together, with one warning. A save can go on in a thread beside the
+writes state.json and renames, so that a killed run leaves the previous checkpoint and nothing half
+written is ever seen. A load reads every byte against the checksums, each rank a share, and goes
+back to the previous good one together, with one warning. A save can go on in a thread beside the
 training, on host copies and a process group of its own. The folder must be one that all nodes see.
 """
 
@@ -244,9 +244,9 @@ def _verify_file(file: Path, facts: dict[str, Any]) -> None:
 
 
 def newest_whole(folder: Path, group: Group = None) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole with its state.json, the same on every rank, or None; each
-    damaged one passed over gives a warning on rank 0. A collective call.
+    """The newest checkpoint that is whole with its state.json, the same on every rank, or None.
 
+    Each damaged one passed over gives a warning on rank 0. A collective call.
     Raises: UserError on every rank for a checkpoint of another version.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -1,6 +1,6 @@
 """Tensors of all ranks in safetensors files, through PyTorch's distributed checkpoint (DCP).
 
-    <folder>/model-00003.safetensors      what rank 3 writes of section "model" (no number: one rank)
+    <folder>/model-00003.safetensors      what rank 3 writes of section "model" (no number: alone)
             /metadata.json                name -> dtype, whole shape, chunks (offsets, sizes, file)
 
 A tensor is known by "<section>/<full name>" and its whole shape; each rank states which boxes of it
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,6 +47,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -257,7 +258,7 @@ def write_state(
     else:
         writer = SafetensorsWriter(folder, dist.get_rank(group), dist.get_world_size(group))
         with _dcp_errors():
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
     return getattr(writer, "files", {})
 
 
@@ -425,7 +426,7 @@ def read_state(
         return
     planner, reader = WantedPlanner(sections), SafetensorsReader(folder)
     with _dcp_errors():
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+        dcp_load(state, storage_reader=reader, planner=planner, process_group=group)
 
 
 def iterate_whole(folder: Path, section: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -96,7 +96,7 @@ def _rng_prefix(rank: int) -> str:
     return f"{RNG}/" + (f"rank{rank}." if rank else "")
 
 
-# ---- a run's state as pieces -----------------------------------------------------------------------
+# ---- a run's state as pieces ---------------------------------------------------------------------
 
 
 def run_state(parameters: dict[str, Piece], optimizer: PartOptimizer, rank: int = 0) -> State:

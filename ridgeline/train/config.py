@@ -187,8 +187,8 @@ class CheckpointConfig:
     accept_changes: bool = False
     """Resume although the config differs from the checkpoint's (it is listed otherwise)."""
     asynchronous: bool = True
-    """Write a checkpoint beside the training, from a copy of the state in host memory; off: training
-    waits, and no copy is made."""
+    """Write a checkpoint beside the training, from a copy of the state in host memory; off: the
+    training waits, and no copy is made."""
     export: bool = True
     """Write a Hugging Face folder (<run>/model) when the last step is done."""
 
@@ -265,8 +265,8 @@ class TrainConfig:
     batch_samples: int = 8
     """Samples of a step (the global batch; tokens of a step: x data.seqlen), at least 1."""
     micro_batch_samples: int = 8
-    """Samples that pass through the model at once on a rank; divides batch_samples over the layout's
-    data ranks. Unused with layout.num_microbatches."""
+    """Samples that pass through the model at once on a rank; divides batch_samples over the
+    layout's data ranks. Unused with layout.num_microbatches."""
     seed: int = 0
     """Of the init and of the data order, in [0, 2^63)."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -54,7 +54,7 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> tuple[Path, str]:
-    """Write a checkpoint of any layout (or a run folder's newest good one) as a Hugging Face folder.
+    """Write a checkpoint of any layout (or a run's newest good one) as a Hugging Face folder.
 
     dtype: of the weights; None: the run's. Returns the checkpoint read and the dtype written.
     Raises: UserError where the checkpoint is not whole or the disk refuses.

@@ -6,9 +6,9 @@
     data          making batches on the host;  other: the rest (the host, launches, the optimizer's
                   gaps)
 
-Communication behind compute costs nothing and is not counted. A rank that waits in a collective for
-a slower one counts as exposed communication, in a receive as bubble. Profiling slows a step, so only
-a few are profiled and their rates are not logged as the run's.
+Communication behind compute costs nothing and is not counted. A rank that waits in a collective
+for a slower one counts as exposed communication, in a receive as bubble. Profiling slows a step, so
+only a few are profiled and their rates are not logged as the run's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ridgeline.core import env
@@ -107,11 +107,19 @@ class StepProfiler:
         kinds = [ProfilerActivity.CPU]
         if device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
-        with profile(activities=kinds, record_shapes=step == self._config.profile_step) as found:
+        wanted = step == self._config.profile_step
+        with profile(activities=kinds, record_shapes=wanted, acc_events=True) as found:
             yield
+        # The raw records: building PyTorch's event tree out of them takes seconds.
+        assert found.profiler is not None and found.profiler.kineto_results is not None
         self._events = [
-            (e.name, e.device_type == DeviceType.CUDA, e.time_range.start, e.time_range.end)
-            for e in found.events() or ()
+            (
+                record.name(),
+                record.device_type() == DeviceType.CUDA,
+                record.start_ns() / 1e3,
+                record.end_ns() / 1e3,
+            )
+            for record in found.profiler.kineto_results.events()
         ]
         if step == self._config.profile_step:
             self._write(found, step)

@@ -85,6 +85,13 @@ def told_once() -> Iterator[None]:
         raise
 
 
+def _host_group(name: str) -> dist.ProcessGroup:
+    """A group of all ranks on the host."""
+    group = dist.new_group(backend="gloo", group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 @contextlib.contextmanager
 def open_ranks(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     """Join the processes that torchrun started, or be the only one.
@@ -109,8 +116,8 @@ def open_ranks(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     yield Ranks(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        talk=dist.new_group(backend="gloo", group_desc="agreement"),
-        save=dist.new_group(backend="gloo", group_desc=SAVE_GROUP),
+        talk=_host_group("agreement"),
+        save=_host_group(SAVE_GROUP),
     )
     # Not after an error: another rank may be gone, and leaving is a collective call.
     mesh.stop()

@@ -15,6 +15,7 @@ layout; under another layout it goes on with the same state and the same samples
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -168,8 +169,8 @@ class _Run:
         return stop.named(self.ranks.any_of(stop.number))
 
     def close(self) -> None:
-        """End what outlives an error. Of several ranks one may be gone: its part of a save under way
-        will never come."""
+        """End what outlives an error. Of several ranks one may be gone: its part of a save under
+        way will never come."""
         if self.ranks.size == 1:
             with suppress(BaseException):
                 self.saver.wait()
@@ -183,7 +184,7 @@ class _Run:
         if not self.ranks.is_first:
             return
         progress.say(f"config {config_hash(config)}, {size} process{'es' * (size > 1)}:")
-        progress.say("\n".join(f"  {line}" if line else "" for line in to_toml(config).split("\n")))
+        progress.say(textwrap.indent(to_toml(config), "  "))
         progress.say(
             f"train {parameters / 1e6:.2f} M parameters on {self.device.type}{over} in "
             f"{config.dtype}, {where} of {config.steps}; {self.data.train.num_samples} samples of "

@@ -3,8 +3,8 @@
 Each rank's watchdog thread looks at its own last sign of progress. When that is too old it writes
 <run>/hang/rank-00003.json (rank, host, step, what it did, collectives under way from PyTorch's
 flight recorder, the Python stack); the lowest rank that could do so then says in one message which
-ranks are behind, and every rank ends with exit code 1. A rank that gave no report is stopped, killed
-or cut off.
+ranks are behind, and every rank ends with exit code 1. A rank that gave no report is stopped,
+killed or cut off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a rank does of a step: the whole model in one process, or its share of a layout.
 
-The loop (trainer.py) is the same for both. A worker knows parameters, gradients and their optimizer;
-the loop knows data, schedule, metrics and checkpoints.
+The loop (trainer.py) is the same for both. A worker knows parameters, gradients and their
+optimizer; the loop knows data, schedule, metrics and checkpoints.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Worker(Protocol):
         ...
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the model in the run's dtype, one at a time; a collective call of which
-        rank 0 gets the tensors."""
+        """Every parameter of the model in the run's dtype, one at a time; a collective call of
+        which rank 0 gets the tensors."""
         ...
 
 
@@ -181,7 +181,7 @@ class ManyProcesses:
 
     def _batches(self, samples: PackedSamples, indices: np.ndarray) -> list[PackedBatch]:
         start = time.perf_counter()
-        own = self.model.micro_batches(indices)
+        own = self.model.micro_batches(indices)  # pyright: ignore[reportArgumentType]
         batches = [_batch_of(samples, each).to(self.device) for each in own]
         self.data_seconds += time.perf_counter() - start
         return batches

@@ -102,7 +102,7 @@ def done(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-# ---- what ranks do --------------------------------------------------------------------------------
+# ---- what ranks do -------------------------------------------------------------------------------
 
 
 def train_ranks(config: Any, stop_at_step: int | None = None) -> Any:
