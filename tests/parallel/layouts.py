@@ -32,7 +32,11 @@ BIASED = replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
 def build(
-    layout: Layout, config: DecoderConfig, samples: int = 2, plan_of: Any = decoder_plan, **more: Any
+    layout: Layout,
+    config: DecoderConfig,
+    samples: int = 2,
+    plan_of: Any = decoder_plan,
+    **more: Any,
 ) -> ParallelModel:
     """The parallel model of a rank, micro-batches of so many samples."""
     num_microbatches = layout.num_microbatches or 1
