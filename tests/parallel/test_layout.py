@@ -110,10 +110,8 @@ def test_a_batch_is_read_whole_and_in_order_whatever_dp_is(dp, num_microbatches)
     batch = list(range(100, 116))
     layout = Layout(dp_replicate=dp, zero=0)
     read = [samples_of_rank(batch, layout, rank, num_microbatches) for rank in range(dp)]
-    in_order = [
-        sample for m in range(num_microbatches) for rank in range(dp) for sample in read[rank][m]
-    ]
-    assert in_order == batch
+    pieces = [read[rank][m] for m in range(num_microbatches) for rank in range(dp)]
+    assert [sample for piece in pieces for sample in piece] == batch
 
 
 def test_an_uneven_batch_is_refused():
