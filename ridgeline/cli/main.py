@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "tune": "Time the valid tiles of a kernel on this machine's GPU and keep the fastest.",
     "warmup": "Compile the Hopper kernels into the user cache, with or without a GPU.",
     "train": "Train a decoder on text files, on one process or many (torchrun).",
+    "verify": "Compare a parallel layout with one process, tensor by tensor, on a tiny model.",
     "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
     "eval": "Perplexity of a model folder on a text file.",
     "generate": "Answer a prompt, streamed token by token.",

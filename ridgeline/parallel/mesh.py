@@ -78,6 +78,27 @@ def start(device: str, timeout_s: float = 600.0) -> torch.device:
     return torch.device("cpu")
 
 
+def start_local(
+    rank: int, world_size: int, device: str, store: str, timeout_s: float
+) -> torch.device:
+    """Join processes of one machine that meet at a file (launch.py); one thread each on a CPU."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    own = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device == "cpu" else own,
+    )
+    return own
+
+
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

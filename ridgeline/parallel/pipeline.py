@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -74,8 +75,9 @@ class Pipeline:
         self, stages: Sequence[Stage], world: World, hidden: torch.Tensor, num_microbatches: int
     ) -> None:
         layout = world.layout
-        self._layout, self._device = layout, world.device
-        self._roots = stages
+        self._layout, self._device, self._world = layout, world.device, world
+        self._roots, self._hidden = stages, hidden.detach()
+        self._indices = layout.stages_of(world.pp_rank)
         self._holds_first = stages[0].decoder.part.embed
         self._holds_last = any(stage.decoder.part.head for stage in stages)
         each = layout.reduces_each_micro_batch
@@ -92,7 +94,7 @@ class Pipeline:
                 else hidden,
                 group=world.group("pp"),
             )
-            for stage, index in zip(stages, layout.stages_of(world.pp_rank), strict=True)
+            for stage, index in zip(stages, self._indices, strict=True)
         ]
         self._schedule = _SCHEDULES[layout.schedule](
             parts if layout.stages_here > 1 else parts[0],
@@ -107,6 +109,13 @@ class Pipeline:
 
     def step(self, batches: Sequence[MicroBatch], backward: bool) -> torch.Tensor:
         """Sum of the losses here (zero where the last stage is elsewhere)."""
+        losses = self._train(batches) if backward else self._forward(batches)
+        total = torch.zeros((), device=self._device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _train(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         args: list[torch.Tensor] = []
         if self._holds_first:
@@ -114,12 +123,38 @@ class Pipeline:
         named: dict[str, Any] = {}
         if self._holds_last:
             named = {"target": torch.zeros(len(batches), device=self._device), "losses": losses}
-        if backward and self._layout.reduces_each_micro_batch:
+        if self._layout.reduces_each_micro_batch:
             for root in self._roots:
                 fsdp.before_micro_batch(root, self._layout, last=True)
-        run = self._schedule.step if backward else self._schedule.eval
-        run(*args, return_outputs=False, **named)
-        total = torch.zeros((), device=self._device)
-        for loss in losses:
-            total += loss.detach()
-        return total
+        self._schedule.step(*args, return_outputs=False, **named)
+        return losses
+
+    def _forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Stage after stage, each for all micro-batches. With several stages a rank it sends when
+        all are done: a rank that still sends does not receive yet."""
+        group = self._world.group("pp")
+        assert group is not None
+        owners = {
+            stage: dist.get_global_rank(group, rank)
+            for rank in range(self._layout.pp)
+            for stage in self._layout.stages_of(rank)
+        }
+        late = len(self._indices) > 1
+        kept: list[torch.Tensor] = []
+        for index, stage in zip(self._indices, self._roots, strict=True):
+            found: list[torch.Tensor] = []
+            sends = index + 1 < self._layout.num_stages and index + 1 not in self._indices
+            for number, batch in enumerate(batches):
+                x = batch.token_ids
+                if index > 0 and index - 1 in self._indices:
+                    x = kept[number]
+                elif index > 0:
+                    x = torch.empty_like(self._hidden)
+                    dist.recv(x, owners[index - 1], group)
+                found.append(stage(x))
+                if sends and not late:
+                    dist.send(found[-1], owners[index + 1], group)
+            for output in found if sends and late else ():
+                dist.send(output, owners[index + 1], group)
+            kept = found
+        return kept if self._holds_last else []

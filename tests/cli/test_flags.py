@@ -45,6 +45,14 @@ FLAGS = {
     "--checkpoint.export --checkpoint.no-export --log.every-steps --log.eval-every-steps "
     "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard "
     "--log.breakdown-every-steps --log.profile-step",
+    "verify": "--layout.dp-replicate --layout.dp-shard --layout.tp --layout.pp --layout.cp "
+    "--layout.zero --layout.schedule --layout.stages-per-rank --layout.num-microbatches "
+    "--layout.sequence-parallel --layout.no-sequence-parallel --layout.activation-checkpointing "
+    "--layout.reduce --layout.compile-blocks --layout.no-compile-blocks --layout.async-tp "
+    "--layout.no-async-tp --shape.num-layers --shape.num-heads --shape.num-kv-heads "
+    "--shape.head-dim --shape.intermediate-size --shape.vocab-size --shape.tie-embeddings "
+    "--shape.no-tie-embeddings --shape.qk-norm --shape.no-qk-norm --steps --seqlen "
+    "--micro-batch-samples --seed --tolerance --device",
     "quantize": "--model --out --text --method --bits --format --group-size --symmetric "
     "--no-symmetric --act-order --damp --sequences --sequence-tokens --seed --skip --overwrite "
     "--no-overwrite --device",
