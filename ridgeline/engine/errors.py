@@ -4,11 +4,11 @@ ValueError or TypeError in the project's form."""
 from __future__ import annotations
 
 
-class EngineUnavailable(Exception):
+class UnavailableError(Exception):
     """The engine takes no request now."""
 
 
-class QueueFull(EngineUnavailable):
+class QueueFull(UnavailableError):
     """Bounded queue reached; try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -16,13 +16,13 @@ class QueueFull(EngineUnavailable):
         self.retry_after_s = retry_after_s
 
 
-class Draining(EngineUnavailable):
+class Draining(UnavailableError):
     """The engine finishes what it has and takes nothing new."""
 
 
-class EngineDead(EngineUnavailable):
+class EngineDead(UnavailableError):
     """The engine's thread or a worker ended."""
 
 
-class ReloadRefused(ValueError):
+class ReloadError(ValueError):
     """New weights that do not fit the running model; the old ones go on."""
