@@ -8,7 +8,7 @@ class UnavailableError(Exception):
     """The engine takes no request now."""
 
 
-class QueueFull(UnavailableError):
+class QueueFullError(UnavailableError):
     """Bounded queue reached; try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -16,11 +16,11 @@ class QueueFull(UnavailableError):
         self.retry_after_s = retry_after_s
 
 
-class Draining(UnavailableError):
+class DrainingError(UnavailableError):
     """The engine finishes what it has and takes nothing new."""
 
 
-class EngineDead(UnavailableError):
+class EngineDeadError(UnavailableError):
     """The engine's thread or a worker ended."""
 
 
