@@ -110,6 +110,7 @@ def _model_json(state: ServerState) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "ridgeline",
         "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
         "weights": info.weights,
         "dtype": info.dtype,
         "device": info.device,

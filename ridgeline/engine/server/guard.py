@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import itertools
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ from ridgeline.engine.server.state import ServerState, log, new_id
 
 OPEN_ROUTES = frozenset({"/health"})
 """The only ones without a key."""
-UNREAD = frozenset({401, 403, 408, 413, 415})
+UNREAD = frozenset({401, 403, 408, 413, 415, 431})
 """Answers that may come before the body was read: the connection ends with them."""
 
 
@@ -45,6 +46,9 @@ class Guard:
         answer = _Answer(send, self._state, scope)
         headers = Headers(scope=scope)
         try:
+            if sum(map(len, itertools.chain(*headers.raw))) > self._state.config.max_header_bytes:
+                most = self._state.config.max_header_bytes
+                raise ApiError(431, f"headers must be at most {most} bytes", code="headers_too_large")
             self._check_site(headers)
             scope["ridgeline.key"] = self._check_key(scope["path"], headers)
             await self._app(scope, receive, answer)

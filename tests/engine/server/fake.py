@@ -184,13 +184,14 @@ class FakeEngine:
                 allowed = [
                     t for t in range(self.info.vocab_size) if int(bits[t // 32]) >> (t % 32) & 1
                 ]
-                if token not in allowed:
-                    token = eos if eos in allowed else allowed[0]
+                if token not in allowed:  # what ends things soon comes first
+                    closing = [self.tokenizer.encode(char)[0] for char in '"}]']
+                    token = next((t for t in (eos, *closing) if t in allowed), allowed[0])
             assert mask.accept(token)
         return token, token == eos
 
     def abort(self, request_id: str) -> bool:
-        found = self.running.get(request_id)
+        found = self.running.pop(request_id, None)
         if found is not None:
             found.aborted = True
         return found is not None
