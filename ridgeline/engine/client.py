@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,6 +31,18 @@ class ModelInfo:
     num_pages: int
 
 
+class OutputStream(Protocol):
+    """The outputs of one request, for `async for`; an async generator is one too."""
+
+    def __aiter__(self) -> OutputStream: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None:
+        """Want nothing more: the request is aborted if it has not ended."""
+        ...
+
+
 class EngineClient(Protocol):
     """An engine as its callers see it; all methods may be called on the event loop's thread."""
 
@@ -55,8 +67,9 @@ class EngineClient(Protocol):
         salt: str = "",
         deadline_s: float | None = None,
         mask: MaskFactory | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Queue a request; refuses at the call. Closing the generator aborts the request."""
+    ) -> OutputStream:
+        """Queue a request; refuses at the call. Closing the stream, or cancelling who waits for it,
+        aborts the request."""
         ...
 
     def abort(self, request_id: str) -> bool:

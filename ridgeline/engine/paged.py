@@ -15,12 +15,12 @@ traffic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ridgeline.core.dtypes import dtype_name
-from ridgeline.core.registry import load, select
+from ridgeline.core.registry import select
 from ridgeline.kernels.attention import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -28,8 +28,6 @@ from ridgeline.kernels.attention import (
 )
 from ridgeline.kernels.attention.dispatch import arch_of
 from ridgeline.kernels.attention.problem import (
-    AttentionExtras,
-    AttentionOptions,
     AttentionProblem,
 )
 from ridgeline.nn.config import DecoderConfig
@@ -40,7 +38,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 
-def page_tokens_of(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+def page_tokens_of(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Page size that the attention implementation of a decode step likes: its tile of keys, so that
     a tile never leaves its page; on a CPU small pages, which share more."""
     if device.type == "cpu":
@@ -48,11 +46,11 @@ def page_tokens_of(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     problem = AttentionProblem(
         batch=1,
         seqlen_q=1,
-        seqlen_k=config.max_seqlen,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim,
+        seqlen_k=shape.max_seqlen,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim,
         dtype=dtype_name(dtype),
         causal=True,
         seqused=True,
@@ -61,7 +59,8 @@ def page_tokens_of(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     )
     arch = arch_of(device)
     impl = select(problem, arch)
-    tile = None if impl.config is None else impl.config(problem, arch)
+    config_of = None if impl.config is None else impl.config(problem, arch)
+    tile = getattr(config_of, "tile", config_of)
     return max(LEAST_PAGE_TOKENS, getattr(tile, "block_n", LEAST_PAGE_TOKENS))
 
 
@@ -229,7 +228,7 @@ class DeviceBatch:
     slots_P: torch.Tensor
     num_decoding: int
     decode_seqlens_B: torch.Tensor
-    """int32, keys before the new token."""
+    """int32, keys with the new one."""
     decode_table_BU: torch.Tensor
     chunk_starts: torch.Tensor | None = None
     """int32 [chunks + 1] over the rows after the decoding ones."""
@@ -294,6 +293,54 @@ class DeviceAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class GatheredAttention:
+    """Attention of a step on a GPU over an FP8 cache: the step's keys and values are widened into
+    packed tensors first."""
+
+    def __init__(self, cache: PagedKV, spans: Sequence[Span]) -> None:
+        self.cache = cache
+        device = cache.k.device
+        self.slots_P = torch.tensor(slots_of(spans, cache.page_tokens), device=device)
+        keys: list[torch.Tensor] = []
+        starts_q, starts_k = [0], [0]
+        for span in spans:
+            slots = _key_slots(span, cache.page_tokens)
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop)
+            keys.append(slots)
+            starts_q.append(span.row + span.rows)
+            starts_k.append(starts_k[-1] + span.num_keys)
+        self.key_slots = torch.cat(keys).to(device)
+        self.starts_q = torch.tensor(starts_q, dtype=torch.int32, device=device)
+        self.starts_k = torch.tensor(starts_k, dtype=torch.int32, device=device)
+        self.max_rows = max(span.rows for span in spans)
+        self.max_keys = max(span.num_keys for span in spans)
+
+    def attend(
+        self,
+        layer: int,
+        q_PHD: torch.Tensor,
+        k_PGD: torch.Tensor,
+        v_PGD: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        self.cache.append(layer, self.slots_P, k_PGD, v_PGD)
+        k, v = self.cache.read(layer, self.key_slots, q_PHD.dtype)
+        out = flash_attn_varlen_func(
+            q_PHD,
+            k,
+            v,
+            cu_seqlens_q=self.starts_q,
+            cu_seqlens_k=self.starts_k,
+            max_seqlen_q=self.max_rows,
+            max_seqlen_k=self.max_keys,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
 @dataclass(slots=True)
 class PackedAttention:
     """Attention of whole sequences side by side, nothing kept: embeddings."""
@@ -301,7 +348,6 @@ class PackedAttention:
     starts: torch.Tensor
     """int32 [sequences + 1]."""
     max_len: int
-    layers: int = field(default=0)
 
     def attend(
         self,

@@ -64,6 +64,10 @@ class Dense:
         """Bytes that a call of one row reads."""
         return self.weight_NK.numel() * self.weight_NK.element_size()
 
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return self.read_bytes()
+
 
 class Packed:
     """A quantized linear in its kernel's layout."""
@@ -78,6 +82,10 @@ class Packed:
         """Bytes that a call of one row reads."""
         return decode_bytes(self.prepared)
 
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return sum(t.numel() * t.element_size() for t in self.prepared.tensors)
+
 
 class Joined:
     """Linears on one input that cannot be one matmul: their outputs side by side."""
@@ -91,6 +99,10 @@ class Joined:
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""
         return sum(part.read_bytes() for part in self.parts)
+
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return sum(part.resident_bytes() for part in self.parts)
 
 
 Linear = Dense | Packed | Joined
@@ -125,7 +137,7 @@ class Weights:
     embedding_VC: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: Linear
+    head: Dense
     dtype: torch.dtype
     device: torch.device
 
@@ -222,8 +234,6 @@ def _joined_packed(
     except ValueError:  # groups or act-orders differ
         return Joined([_packed(part, invariant) for part in parts]), False
     prepared = prepare(weight, dtype, impl=impl, silu_mul=silu_mul)
-    for module in modules:
-        module._prepared = None  # the layer's own layout would be a second copy
     bias = None if weight.bias_N is None else weight.bias_N.to(dtype)
     return Packed(prepared, bias, invariant), silu_mul
 
