@@ -55,6 +55,12 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._blank = bytearray(b"\1" * num_pages)
         """1 where a page is free and holds nothing known."""
+        self._promised = bytearray(num_pages)
+        """1 where a page lies in the run that a sequence may still come to (with `runs`)."""
+        self._room = bytearray(b"\1" * num_pages)
+        """1 where a page is blank and not promised."""
+        self._promises: dict[int, range] = {}
+        """First page of a run -> the run."""
 
     @property
     def num_free(self) -> int:
@@ -76,11 +82,7 @@ class BlockPool:
         """
         assert count <= len(self._free), "more pages than are free"
         if count and self.runs and after is None:
-            for size in (max(expected, count), count):
-                start = self._blank.find(b"\1" * size)
-                if start >= 0:
-                    after = start - 1
-                    break
+            after = self._start_run(count, max(expected, count))
         taken: list[int] = []
         for _ in range(count):
             neighbour = None if after is None or not self.runs else after + 1
@@ -109,7 +111,9 @@ class BlockPool:
                 self._free[page] = None
                 if self._cached[page] is None:
                     self._free.move_to_end(page, last=False)  # nothing is lost with it
-                    self._blank[page] = 1
+                    self._set_blank(page, 1)
+                if page in self._promises:
+                    self._promise(self._promises.pop(page), 0)
 
     def free_of(self, pages: list[int]) -> int:
         """How many of these pages nobody holds: sharing them takes them off the free ones."""
@@ -155,7 +159,7 @@ class BlockPool:
         self._page_of.clear()
         self._cached = [None] * self.num_pages
         for page in self._free:
-            self._blank[page] = 1
+            self._set_blank(page, 1)
 
     def check(self, holders: list[list[int]]) -> None:
         """Whether the counts agree with who holds pages. For tests."""
@@ -173,13 +177,36 @@ class BlockPool:
         for page in range(self.num_pages):
             blank = page in free and self._cached[page] is None
             assert self._blank[page] == blank, "blank pages differ"
+            room = blank and not self._promised[page]
+            assert self._room[page] == room, "room for runs differs"
+        promised = {page for run in self._promises.values() for page in run}
+        assert promised == {p for p in range(self.num_pages) if self._promised[p]}
+
+    def _start_run(self, count: int, expected: int) -> int | None:
+        """The page before a run of `expected` free ones, which is promised; else of `count`."""
+        start = self._room.find(b"\1" * expected)
+        if start >= 0:
+            self._promises[start] = range(start, start + expected)
+            self._promise(self._promises[start], 1)
+            return start - 1
+        start = self._room.find(b"\1" * count)
+        return start - 1 if start >= 0 else None
+
+    def _promise(self, run: range, value: int) -> None:
+        for page in run:
+            self._promised[page] = value
+            self._set_blank(page, self._blank[page])
+
+    def _set_blank(self, page: int, value: int) -> None:
+        self._blank[page] = value
+        self._room[page] = value and not self._promised[page]
 
     def _oldest(self) -> int:
         return next(iter(self._free))
 
     def _take(self, page: int) -> None:
         del self._free[page]
-        self._blank[page] = 0
+        self._set_blank(page, 0)
         self.references[page] = 1
 
     def _forget(self, page: int) -> None:

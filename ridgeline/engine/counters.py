@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, Protocol
 
-from ridgeline.engine.outputs import EngineStats, FinishReason, Histogram
+from ridgeline.engine.outputs import EngineStats, FinishReason
 
 WINDOW_S = 10.0
 """Of the rates."""
@@ -94,12 +94,16 @@ class Counters:
     def snapshot(self, now_s: float, **gauges: int) -> EngineStats:
         """Everything so far; gauges are fields of EngineStats that the caller knows."""
         with self._lock:
-            copied = {field.name: getattr(self._stats, field.name) for field in fields(EngineStats)}
-            copied = {
-                name: value.copy() if isinstance(value, Histogram | dict) else value
-                for name, value in copied.items()
-            }
-            stats = EngineStats(**copied | gauges)
+            stats = replace(
+                self._stats,
+                ttft_s=self._stats.ttft_s.copy(),
+                inter_token_s=self._stats.inter_token_s.copy(),
+                queue_s=self._stats.queue_s.copy(),
+                e2e_s=self._stats.e2e_s.copy(),
+                finished=dict(self._stats.finished),
+            )
+            for name, value in gauges.items():
+                setattr(stats, name, value)
             self._forget_old(now_s)
             self._rates(stats, now_s)
         return stats

@@ -16,7 +16,7 @@ import torch
 
 from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import dtype_name, torch_dtype
-from ridgeline.core.errors import UserError
+from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.load import choose_device, choose_dtype
 from ridgeline.engine.paged import FP8, page_tokens_of
@@ -123,6 +123,14 @@ def plan_sizes(
             num_pages = min(num_pages, wanted)
     fits = num_pages * page_tokens
     needed = config.max_model_len or min(longest, 512)
+    if config.num_pages is not None and fits < needed:
+        raise bad_value(
+            "engine",
+            "num_pages",
+            f"hold {needed} tokens in pages of {page_tokens}",
+            num_pages,
+            "raise it or lower max_model_len",
+        )
     if fits < min(needed, longest):
         raise UserError(
             _does_not_fit(

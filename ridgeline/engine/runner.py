@@ -158,7 +158,9 @@ class Runner:
         return torch.nn.functional.normalize(torch.stack(pooled), dim=-1)
 
     def _whole_vocabulary(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        return logits_RV if self.group is None else self.group.all_gather(logits_RV)
+        if self.group is None:
+            return logits_RV
+        return self.group.all_gather(logits_RV)[:, : self.weights.config.vocab_size]
 
     def _attend(self, batch: StepBatch) -> Attend:
         if not self.on_gpu:

@@ -60,12 +60,9 @@ class Work:
     sequence: Sequence
     start: int
     count: int
+    samples: bool
+    """Whether it reaches the sequence's end, so that a token is chosen."""
     draft: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether it reaches the sequence's end, so that a token is chosen."""
-        return self.start + self.count == len(self.sequence.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -194,13 +191,14 @@ class Scheduler:
         if draft and not self._room(sequence, 1 + len(draft), None):
             draft = []
         if self._room(sequence, 1 + len(draft), plan):
-            plan.works.append(Work(sequence, sequence.num_computed, 1, tuple(draft)))
+            plan.works.append(Work(sequence, sequence.num_computed, 1, True, tuple(draft)))
             plan.budget -= 1 + len(draft)
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan) -> None:
         count = min(sequence.num_missing, plan.budget)
         if self._room(sequence, count, plan):
-            plan.works.append(Work(sequence, sequence.num_computed, count))
+            samples = count == sequence.num_missing
+            plan.works.append(Work(sequence, sequence.num_computed, count, samples))
             plan.budget -= count
 
     def _room(self, sequence: Sequence, count: int, plan: Plan | None) -> bool:
@@ -280,7 +278,7 @@ class Scheduler:
         if needed:
             self._extend(sequence, needed)
         sequence.status = Status.RUNNING
-        plan.works.append(Work(sequence, known, count))
+        plan.works.append(Work(sequence, known, count, known + count == length))
         plan.budget -= count
         return True
 

@@ -159,7 +159,7 @@ class Weights:
 def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = False) -> Weights:
     """Take a loaded decoder's weights. The decoder still runs afterwards, on the same memory.
 
-    Raises: ValueError where heads, feed-forward or vocabulary do not divide over the ranks.
+    Raises: ValueError where heads or feed-forward do not divide over the ranks.
     """
     shard = shard or Shard()
     config = model.config
@@ -167,7 +167,7 @@ def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = 
     assert model.model.embed_tokens is not None and model.model.norm is not None
     assert model.lm_head is not None
     table = model.model.embed_tokens.weight.detach()
-    head = model.lm_head.weight.detach()[shard.split("vocab_size", config.vocab_size)]
+    head = _vocabulary_slice(model.lm_head.weight.detach(), shard)
     return Weights(
         config=config,
         shard=shard,
@@ -178,6 +178,15 @@ def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = 
         dtype=model.model.norm.weight.dtype,
         device=table.device,
     )
+
+
+def _vocabulary_slice(head_VC: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """This rank's rows of the head, as many on every rank: the last one's are filled with zeros."""
+    if shard.ranks == 1:
+        return head_VC
+    rows = -(-head_VC.shape[0] // shard.ranks)
+    mine = head_VC[shard.rank * rows : (shard.rank + 1) * rows]
+    return F.pad(mine, (0, 0, 0, rows - mine.shape[0]))
 
 
 def _layer(model: Decoder, index: int, shard: Shard, invariant: bool) -> LayerWeights:
