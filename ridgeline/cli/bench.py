@@ -191,9 +191,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}, "max": 0.0}
-    ranks = {
-        f"p{p}": ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in PERCENTILES
-    }
+    ranks = {f"p{p}": ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in PERCENTILES}
     return {"mean": sum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
 
 
@@ -279,6 +277,4 @@ def show(result: Result) -> str:
     return "\n".join([*lines, *(f"wrote {path}" for path in result.get("files", ()))])
 
 
-COMMAND = Command(
-    run=bench_serve, config={"serve": BenchServeConfig}, show=show, kept=nothing_kept
-)
+COMMAND = Command(run=bench_serve, config={"serve": BenchServeConfig}, show=show, kept=nothing_kept)

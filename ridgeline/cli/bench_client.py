@@ -88,9 +88,7 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
             yield piece
 
 
-async def events(
-    reader: asyncio.StreamReader, headers: Mapping[str, str]
-) -> AsyncIterator[str]:
+async def events(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[str]:
     """The data of each server-sent event."""
     held = b""
     async for piece in _body(reader, headers):

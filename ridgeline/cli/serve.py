@@ -23,7 +23,8 @@ from ridgeline.engine.llm import EngineConfig
 from ridgeline.engine.load import Device, RunDtype, is_quantized
 from ridgeline.engine.memory import plan
 from ridgeline.engine.server.config import ServerConfig, is_loopback
-from ridgeline.engine.server.run import address_of, bind, quiet_libraries, serve as run_server
+from ridgeline.engine.server.run import address_of, bind, quiet_libraries
+from ridgeline.engine.server.run import serve as run_server
 from ridgeline.engine.server.state import ServerState
 
 QUICKSTART = "quickstart"
@@ -249,6 +250,4 @@ def show(result: Result) -> str:
     return "stopped; every request had its end" if result["drained"] else "stopped"
 
 
-COMMAND = Command(
-    run=serve, config=ServeConfig, show=show, kept=nothing_kept, defaults=first_word
-)
+COMMAND = Command(run=serve, config=ServeConfig, show=show, kept=nothing_kept, defaults=first_word)

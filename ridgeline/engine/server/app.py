@@ -25,7 +25,7 @@ from ridgeline.engine.server.generation import Generation
 from ridgeline.engine.server.guard import Guard
 from ridgeline.engine.server.metrics import CONTENT_TYPE, health_json, metrics_text
 from ridgeline.engine.server.reload import reload_weights
-from ridgeline.engine.server.sse import ClientGone, EventStream, while_connected
+from ridgeline.engine.server.sse import ClientGoneError, EventStream, while_connected
 from ridgeline.engine.server.state import ServerState, new_id
 
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
@@ -194,8 +194,8 @@ def build_app(
         handler = _find(request)
         try:
             response = await handler(request, state)
-        except (ClientDisconnect, ClientGone):
-            raise ClientGone from None
+        except (ClientDisconnect, ClientGoneError):
+            raise ClientGoneError from None
         except UnavailableError as error:
             raise from_engine(error) from error
         await response(scope, receive, send)

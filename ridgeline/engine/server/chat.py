@@ -122,7 +122,9 @@ def read_format(given: dict[str, Any]) -> dict[str, Any] | None:
 def _read_params(state: ServerState, given: dict[str, Any], choice: ToolChoice) -> SamplingParams:
     both = "max_tokens" in given and "max_completion_tokens" in given
     if both and given["max_tokens"] != given["max_completion_tokens"]:
-        raise invalid("max_tokens", "'max_tokens' must equal 'max_completion_tokens', or be left out")
+        raise invalid(
+            "max_tokens", "'max_tokens' must equal 'max_completion_tokens', or be left out"
+        )
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     wanted = parameters.read_flag(given, "logprobs")
     top = given.get("top_logprobs")
@@ -167,7 +169,9 @@ def _read_metadata(given: dict[str, Any]) -> dict[str, str] | None:
     for name, text in value.items():
         if not isinstance(text, str) or len(name) > 64 or len(text) > 512:
             raise must(
-                "metadata", "have keys of at most 64 and strings of at most 512 characters", name[:64]
+                "metadata",
+                "have keys of at most 64 and strings of at most 512 characters",
+                name[:64],
             )
     return value
 

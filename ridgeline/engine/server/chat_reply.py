@@ -134,5 +134,3 @@ def _delta_json(piece: Piece) -> dict[str, Any]:
     else:
         call["function"] = {"arguments": piece.arguments}
     return {"tool_calls": [call]}
-
-

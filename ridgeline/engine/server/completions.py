@@ -43,9 +43,7 @@ def read_completion(state: ServerState, body: Any) -> CompletionRequest:
     """Check a body. Raises: ApiError that names what is wrong."""
     given = parameters.read_object(parameters.COMPLETION, body)
     model = read_model(state, given)
-    prompts = read_prompts(
-        parameters.require(given, "prompt"), "prompt", state.config.max_prompts
-    )
+    prompts = read_prompts(parameters.require(given, "prompt"), "prompt", state.config.max_prompts)
     stream = parameters.read_flag(given, "stream")
     echo = parameters.read_flag(given, "echo")
     if echo and "logprobs" in given:
@@ -146,9 +144,7 @@ async def whole_answer(
             "logprobs": completion_logprobs(tuple(entries), state.texts, 0) if wanted else None,
             "finish_reason": reason,
         }
-        for index, (text, entries, reason) in enumerate(
-            zip(texts, logprobs, reasons, strict=True)
-        )
+        for index, (text, entries, reason) in enumerate(zip(texts, logprobs, reasons, strict=True))
     ]
     answer = _base(state, request, generation.plan.request_id)
     return {**answer, "choices": choices, "usage": usage_json(generation.usage)}

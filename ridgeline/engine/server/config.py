@@ -68,7 +68,11 @@ class ServerConfig:
                 raise bad_value("serve", name, "be above 0", getattr(self, name), "raise it")
         if any(len(key) < 8 for key in self.api_keys):
             raise bad_value(
-                "serve", "api_keys", "have at least 8 characters each", "a shorter one", "use longer"
+                "serve",
+                "api_keys",
+                "have at least 8 characters each",
+                "a shorter one",
+                "use longer",
             )
 
     @property

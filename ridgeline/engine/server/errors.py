@@ -87,7 +87,9 @@ def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> Api
         argument = found.group("arg") if found else None
         param = (names or {}).get(argument or "", argument)
         too_long = found is not None and found.group("op") == "request" and "context" in str(error)
-        return invalid(param, str(error), "context_length_exceeded" if too_long else "invalid_value")
+        return invalid(
+            param, str(error), "context_length_exceeded" if too_long else "invalid_value"
+        )
     return internal()
 
 

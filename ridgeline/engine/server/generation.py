@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ridgeline.engine.client import OutputStream
 from ridgeline.engine.outputs import Delta, RequestOutput, Usage
 from ridgeline.engine.params import MaskFactory, SamplingParams
 from ridgeline.engine.server.errors import BROKEN, ApiError, from_engine, invalid
@@ -39,7 +40,7 @@ class Generation:
     """A plan that runs."""
 
     plan: Plan
-    streams: list[AsyncGenerator[RequestOutput, None]]
+    streams: list[OutputStream]
     usages: dict[int, Usage] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     reasons: list[str] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Generation:
     @classmethod
     def start(cls, state: ServerState, plan: Plan) -> Generation:
         """Reserve everything or refuse at once. Raises: ApiError."""
-        streams: list[AsyncGenerator[RequestOutput, None]] = []
+        streams: list[OutputStream] = []
         engine = state.engine
         try:
             for prompt in plan.prompts:
@@ -55,8 +56,12 @@ class Generation:
             for number, prompt in enumerate(plan.prompts):
                 streams.append(
                     engine.add_request(
-                        prompt, plan.params, request_id=f"{plan.request_id}-{number}",
-                        salt=plan.salt, deadline_s=plan.deadline_s, mask=plan.mask,
+                        prompt,
+                        plan.params,
+                        request_id=f"{plan.request_id}-{number}",
+                        salt=plan.salt,
+                        deadline_s=plan.deadline_s,
+                        mask=plan.mask,
                     )  # fmt: skip
                 )
         except Exception as error:
@@ -123,18 +128,14 @@ class Generation:
                 param="deadline_s", code="deadline_exceeded",
             )  # fmt: skip
         if reason == "abort":
-            raise ApiError(
-                503, "the request was ended by the server", kind=BROKEN, code="aborted"
-            )
+            raise ApiError(503, "the request was ended by the server", kind=BROKEN, code="aborted")
         if reason == "error" and self.plan.mask is not None:
             what = self.plan.grammar_param or "response_format"
             message = error or "its grammar allows no further token"
             raise invalid(what, f"{what!r} could not be followed: {message}", "grammar_failed")
         if reason == "error":
             log.error("request %s: %s", self.plan.request_id, error)
-            raise ApiError(
-                500, error or "the request failed", kind=BROKEN, code="internal_error"
-            )
+            raise ApiError(500, error or "the request failed", kind=BROKEN, code="internal_error")
 
     @property
     def usage(self) -> Usage:

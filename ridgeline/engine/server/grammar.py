@@ -23,7 +23,7 @@ import llguidance
 from ridgeline.engine.params import MaskFactory
 from ridgeline.engine.server.errors import ApiError, invalid
 from ridgeline.engine.server.grammar_text import LIMITS
-from ridgeline.engine.server.jobs import JobTimeout, Worker
+from ridgeline.engine.server.jobs import JobTimeoutError, Worker
 
 MAX_CACHED = 64
 
@@ -84,7 +84,11 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...], timeout_s: float
+        self,
+        tokenizer_json: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        timeout_s: float,
     ) -> None:
         self._path, self._vocab_size = tokenizer_json, vocab_size
         self._eos, self._timeout_s = list(eos_token_ids), timeout_s
@@ -145,7 +149,7 @@ class GrammarCompiler:
                 "grammar", self._timeout_s, grammar=grammar, tokenizer=str(self._path),
                 vocab_size=self._vocab_size, eos_token_ids=self._eos,
             )  # fmt: skip
-        except JobTimeout as error:
+        except JobTimeoutError as error:
             raise _refused(param, f"it must compile within {self._timeout_s:g} seconds") from error
         if message := answer.get("error"):
             raise _refused(param, message)

@@ -34,7 +34,9 @@ def json_grammar(schema: dict[str, Any]) -> str:
     return f"start: %json {json.dumps(_guided(schema))}\n"
 
 
-def tool_value_schema(tools: Sequence[Tool], arguments_key: str, *, enforce: bool) -> dict[str, Any]:
+def tool_value_schema(
+    tools: Sequence[Tool], arguments_key: str, *, enforce: bool
+) -> dict[str, Any]:
     """A call as JSON: {"name": ..., "arguments": ...} of one of the tools.
 
     enforce: hold every tool's arguments to its schema; else only those of strict ones, the others

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ridgeline.engine.server.config import is_loopback
 from ridgeline.engine.server.errors import ApiError, internal
-from ridgeline.engine.server.sse import ClientGone
+from ridgeline.engine.server.sse import ClientGoneError
 from ridgeline.engine.server.state import ServerState, log, new_id
 
 OPEN_ROUTES = frozenset({"/health"})
@@ -48,11 +48,13 @@ class Guard:
         try:
             if sum(map(len, itertools.chain(*headers.raw))) > self._state.config.max_header_bytes:
                 most = self._state.config.max_header_bytes
-                raise ApiError(431, f"headers must be at most {most} bytes", code="headers_too_large")
+                raise ApiError(
+                    431, f"headers must be at most {most} bytes", code="headers_too_large"
+                )
             self._check_site(headers)
             scope["ridgeline.key"] = self._check_key(scope["path"], headers)
             await self._app(scope, receive, answer)
-        except ClientGone:
+        except ClientGoneError:
             self._state.counters.client_gone += not answer.slow
         except ApiError as error:
             await answer.fail(error, scope, receive)
@@ -68,7 +70,9 @@ class Guard:
         host = _name(headers.get("host", ""))
         if origin := headers.get("origin"):
             if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-                raise ApiError(403, "requests from pages of another site are refused", code="origin")
+                raise ApiError(
+                    403, "requests from pages of another site are refused", code="origin"
+                )
         config = self._state.config
         if config.loopback and not config.api_keys and host and not is_loopback(host):
             raise ApiError(
@@ -130,9 +134,9 @@ class _Answer:
             self._state.counters.slow_readers += 1
             if abort := self._scope.get("state", {}).get("abort"):
                 abort()
-            raise ClientGone from None
+            raise ClientGoneError from None
         except OSError:
-            raise ClientGone from None
+            raise ClientGoneError from None
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Send an error, if nothing was sent yet."""
@@ -144,5 +148,5 @@ class _Answer:
         response: Response = JSONResponse(error.body(), error.status, headers=headers)
         try:
             await response(scope, receive, self)
-        except ClientGone:
+        except ClientGoneError:
             self._state.counters.client_gone += not self.slow

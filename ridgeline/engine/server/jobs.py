@@ -14,7 +14,7 @@ START_S = 30.0
 MAX_WAITING = 512
 
 
-class JobTimeout(Exception):
+class JobTimeoutError(Exception):
     """The job took too long, or was too large, and its process is gone."""
 
 
@@ -27,7 +27,7 @@ class Worker:
         self._closed = False
 
     async def run(self, job: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        """The answer of a job. Raises: JobTimeout."""
+        """The answer of a job. Raises: JobTimeoutError."""
         line = json.dumps({"job": job, "timeout_s": timeout_s, **fields}).encode("ascii") + b"\n"
         async with self._turn:
             fresh = self._process is None or self._process.returncode is not None
@@ -38,9 +38,14 @@ class Worker:
                 budget = timeout_s + 1.0 + (START_S if fresh else 0.0)
                 async with asyncio.timeout(budget):
                     return await self._exchange(line)
-            except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
+            except (
+                TimeoutError,
+                ConnectionError,
+                asyncio.IncompleteReadError,
+                ValueError,
+            ) as error:
                 await self._kill()
-                raise JobTimeout(f"{job} took longer than {timeout_s:g} seconds") from error
+                raise JobTimeoutError(f"{job} took longer than {timeout_s:g} seconds") from error
             except asyncio.CancelledError:
                 await self._kill()  # its answer would be read as the next job's
                 raise

@@ -210,7 +210,9 @@ def read_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise must("tool_choice.allowed_tools", "have a mode (auto, required) and tools", allowed)
+            raise must(
+                "tool_choice.allowed_tools", "have a mode (auto, required) and tools", allowed
+            )
         chosen_tools = [
             _named(f"tool_choice.allowed_tools.tools[{i}]", each, tools)
             for i, each in enumerate(listed)

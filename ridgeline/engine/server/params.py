@@ -45,7 +45,9 @@ SAMPLING = (
     _works("temperature", "0 is greedy and exactly repeatable; 0 .. 100, default 1"),
     _works("top_p", "in (0, 1], default 1"),
     _works("top_k", "the k most likely tokens (not in OpenAI's API)"),
-    _works("min_p", "in [0, 1]: at least so likely as this times the likeliest (not in OpenAI's API)"),
+    _works(
+        "min_p", "in [0, 1]: at least so likely as this times the likeliest (not in OpenAI's API)"
+    ),
     _works("presence_penalty", "-2 .. 2"),
     _works("frequency_penalty", "-2 .. 2"),
     _works("repetition_penalty", "in (0, 10], over prompt and output (not in OpenAI's API)"),
@@ -68,7 +70,9 @@ CHAT = (
     _works("messages", "system, developer, user, assistant and tool messages of text"),
     *COMMON,
     *SAMPLING,
-    _works("max_completion_tokens", "at most so many new tokens; default: to the end of the context"),
+    _works(
+        "max_completion_tokens", "at most so many new tokens; default: to the end of the context"
+    ),
     _works("max_tokens", "the older name of max_completion_tokens"),
     _works("logprobs", "true: log-probabilities of the model's own distribution"),
     _works("top_logprobs", "0 .. 20 alternatives a token; with logprobs"),
@@ -131,7 +135,9 @@ def read_object(table: tuple[Param, ...], body: Any) -> dict[str, Any]:
         param = known[name]
         same = [v for v in param.accepts if type(v) is type(value) and v == value]
         if param.kind == "refused":
-            raise invalid(name, f"{name!r} is not supported: {param.about}", "unsupported_parameter")
+            raise invalid(
+                name, f"{name!r} is not supported: {param.about}", "unsupported_parameter"
+            )
         if param.kind == "fixed" and not same:
             raise must(name, f"be {_either(param.accepts)} ({param.about})", value)
         given[name] = value
@@ -244,6 +250,9 @@ def require(given: Mapping[str, Any], name: str) -> Any:
     """A parameter that must be given."""
     if name not in given:
         raise ApiError(
-            400, f"missing required parameter: {name!r}", param=name, code="missing_required_parameter"
+            400,
+            f"missing required parameter: {name!r}",
+            param=name,
+            code="missing_required_parameter",
         )
     return given[name]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ridgeline.engine.server.errors import ApiError, invalid, must
-from ridgeline.engine.server.jobs import JobTimeout
+from ridgeline.engine.server.jobs import JobTimeoutError
 from ridgeline.engine.server.messages import Tool
 from ridgeline.engine.server.state import ServerState
 from ridgeline.engine.server.tools import tools_message
@@ -40,7 +40,7 @@ async def render_chat(
             special_tokens=state.engine.tokenizer.special_tokens, messages=list(messages),
             tools=shown, variables=variables,
         )  # fmt: skip
-    except JobTimeout as error:
+    except JobTimeoutError as error:
         seconds = state.config.template_timeout_s
         raise invalid("messages", f"the chat template must render within {seconds:g} s") from error
     if "error" in answer:

@@ -29,7 +29,9 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise UserError(f"serve: host {host} must be an address of this machine: {error}") from error
+        raise UserError(
+            f"serve: host {host} must be an address of this machine: {error}"
+        ) from error
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,7 +110,7 @@ async def serve(
         finally:
             for task in (*tasks[1:], waiting):
                 task.cancel()
-            await asyncio.gather(*tasks, waiting, return_exceptions=True)
+            await asyncio.wait({*tasks, waiting})
             await state.close()
             await engine.close()
     return finished

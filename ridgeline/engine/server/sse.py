@@ -26,18 +26,18 @@ def event(data: Any) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed its connection, or took so little that it was closed."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises: ClientGone."""
+    """The result of `work`, which is cancelled when the client leaves. Raises: ClientGoneError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         return task.result()
     finally:
         for each in (task, gone):
@@ -66,7 +66,11 @@ class EventStream(Response):
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id},
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "X-Request-Id": request_id,
+            },
         )
         del self.headers["content-length"]
         self._state, self._pieces, self._leave = state, pieces, leave
@@ -76,7 +80,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._send_all(send))
-        except ClientGone:
+        except ClientGoneError:
             if not self._complete:
                 raise
         finally:
@@ -90,7 +94,7 @@ class EventStream(Response):
         try:
             async for piece in _with_keep_alive(self._pieces):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except ClientGone:
+        except ClientGoneError:
             raise
         except Exception as error:  # the status is sent: the error goes into the stream
             answer = from_engine(error)

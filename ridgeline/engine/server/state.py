@@ -80,7 +80,7 @@ class ServerState:
 
     @contextlib.asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Count a request that is being worked on. Raises: ApiError 429 where there are too many."""
+        """Count a request that is worked on. Raises: ApiError 429 where there are too many."""
         if self.counters.inside >= self.config.max_requests:
             raise busy(
                 f"the server works on {self.config.max_requests} requests already; try again later",

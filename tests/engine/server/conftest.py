@@ -87,9 +87,7 @@ def running(engine: Any, config: ServerConfig, folder: Path | None = None) -> It
 
     async def main() -> bool:
         shared["stop"] = asyncio.Event()
-        return await serve(
-            engine, config, bound, folder=folder, ready=ready, stop=shared["stop"]
-        )
+        return await serve(engine, config, bound, folder=folder, ready=ready, stop=shared["stop"])
 
     def run() -> None:
         try:

@@ -161,7 +161,10 @@ class FakeEngine:
                     logprobs = (TokenLogprob(token, -0.5, top),)
                 deltas.append(
                     Delta(
-                        index=i, token_ids=(token,), text=text, logprobs=logprobs,
+                        index=i,
+                        token_ids=(token,),
+                        text=text,
+                        logprobs=logprobs,
                         finish_reason=reason,
                     )  # fmt: skip
                 )

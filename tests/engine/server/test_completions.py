@@ -41,7 +41,9 @@ def test_logprobs(client):
     assert logprobs.tokens[:2] == ["x", "y"] and logprobs.text_offset[:2] == [0, 1]
     assert logprobs.token_logprobs[0] == -0.5 and len(logprobs.top_logprobs[0]) == 2
     streamed = list(client.completions.create(model="echo", prompt="xy", logprobs=0, stream=True))
-    offsets = [o for c in streamed if c.choices[0].logprobs for o in c.choices[0].logprobs.text_offset]
+    offsets = [
+        o for c in streamed if c.choices[0].logprobs for o in c.choices[0].logprobs.text_offset
+    ]
     assert offsets == logprobs.text_offset
 
 
@@ -126,7 +128,9 @@ def test_metrics(server):
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     number = r"[-+]?(\d+(\.\d+)?(e[-+]?\d+)?|nan|inf)"
     for line in lines:
-        assert re.fullmatch(rf'ridgeline_\w+(\{{\w+="[^"]*"(,\w+="[^"]*")*\}})? {number}', line), line
+        assert re.fullmatch(rf'ridgeline_\w+(\{{\w+="[^"]*"(,\w+="[^"]*")*\}})? {number}', line), (
+            line
+        )
     names = {re.split(r"[ {]", line)[0] for line in lines}
     typed = set(re.findall(r"^# TYPE (\w+) ", text, re.M))
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in names} <= typed

@@ -19,7 +19,7 @@ import pytest
 
 import ridgeline.engine.server
 from ridgeline.engine.server.app import ROUTES
-from ridgeline.engine.server.jobs import JobTimeout, Worker
+from ridgeline.engine.server.jobs import JobTimeoutError, Worker
 
 from .conftest import CONFIG, running, until
 from .fake import FakeEngine
@@ -84,7 +84,10 @@ def test_every_route_but_health_needs_the_key(locked, path):
 def test_the_key_opens(locked):
     for key in (KEY, "another-long-key"):
         headers = {"Authorization": f"Bearer {key}"}
-        assert locked.json("/v1/completions", {"model": "echo", "prompt": "a"}, headers=headers)[0] == 200
+        assert (
+            locked.json("/v1/completions", {"model": "echo", "prompt": "a"}, headers=headers)[0]
+            == 200
+        )
     basic = base64.b64encode(f"any:{KEY}".encode()).decode()
     assert locked.ask("/", headers={"Authorization": f"Basic {basic}"})[0] == 200
     salts = {salt for _, _, salt, _ in locked.engine.seen}
@@ -167,7 +170,12 @@ def test_header_limits(server):
 
 
 def test_garbage_on_the_port(server):
-    for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"\x00" * 100, b"GET\r\n\r\n", b"PRI * HT"):
+    for data in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"\x00" * 100,
+        b"GET\r\n\r\n",
+        b"PRI * HT",
+    ):
         _raw(server.port, data + b"\r\n\r\n", seconds=0.3)
     assert server.json("/health")[0] == 200
 
@@ -392,7 +400,7 @@ def test_a_worker_that_hangs_is_killed_and_comes_back():
         job = {**ok, "messages": [{"role": "user", "content": ""}], "variables": {}}
         assert await worker.run("render", 5.0, **job) == {"text": "user"}
         first = worker._process
-        with pytest.raises(JobTimeout, match=r"longer than 0.2 seconds"):
+        with pytest.raises(JobTimeoutError, match=r"longer than 0.2 seconds"):
             await worker.run("render", 0.2, **{**job, "template": HOSTILE.replace("1000", "990")})
         assert first is not None and first.returncode is not None
         assert await worker.run("render", 5.0, **job) == {"text": "user"}

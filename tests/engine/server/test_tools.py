@@ -107,7 +107,8 @@ def test_a_template_without_tools_is_told_about_them(client, engine):
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"a": 1}'}}
+            {"id": "1", "type": "function",
+             "function": {"name": "weather", "arguments": '{"a": 1}'}},
         ]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]  # fmt: skip
