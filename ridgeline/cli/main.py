@@ -36,6 +36,8 @@ COMMANDS: dict[str, str] = {
     "quantize": "Quantize a Hugging Face folder with GPTQ, AWQ or plain rounding.",
     "eval": "Perplexity of a model folder on a text file.",
     "generate": "Answer a prompt, streamed token by token.",
+    "serve": "Serve a model folder over OpenAI's API, with a chat page at /.",
+    "bench": "Load a running server and measure latencies and throughput.",
     "convert": "Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder.",
 }
 """Name and one line of each command; `ridgeline.cli.<name>` holds it."""
