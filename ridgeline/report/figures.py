@@ -133,8 +133,8 @@ def lines(
     log: bool = False,
 ) -> str:
     """Curves over a whole-number axis, one name each: (name, places, values)."""
-    with matplotlib.rc_context(_STYLE):
-        figure, (axes,) = _canvas(1, width=8.6, height=3.4)
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = canvas(1, width=8.6, height=3.4)
         palette = (BLUE, ORANGE, GREEN, "#8b62c9", "#c2506b", "#4aa3a8", GREY)
         for number, (name, places, values) in enumerate(series):
             color = palette[number % len(palette)]
@@ -151,7 +151,7 @@ def lines(
         axes.margins(x=0.02)
         if len(series) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return _svg(figure, y)
+        return svg_text(figure, y)
 
 
 def roofline(read_gbps: float, tflops: dict[str, float], points: Sequence[RooflinePoint]) -> str:
