@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import ridgeline
-from ridgeline.cli.overwrite import MODEL_CARD, QUANTIZE_CSV, QUANTIZE_HTML, QUANTIZE_REPORT
 from ridgeline.cli.quantize_run import Job
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core.arch import detect
 from ridgeline.core.dtypes import dtype_name
+from ridgeline.nn.overwrite import MODEL_CARD, QUANTIZE_CSV, QUANTIZE_HTML, QUANTIZE_REPORT
 from ridgeline.quant.block import HEAD
 from ridgeline.quant.report import ModuleReport, QuantizedModel
 from ridgeline.report.figures import Bar, bar_panels, lines

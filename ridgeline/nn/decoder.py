@@ -22,7 +22,7 @@ from ridgeline.core.errors import bad_value
 from ridgeline.core.protocols import ScaleFold
 from ridgeline.nn.cache import Cache
 from ridgeline.nn.config import DecoderConfig
-from ridgeline.nn.layers import Block, LayerList, Step
+from ridgeline.nn.layers import Attend, Block, LayerList, Step
 from ridgeline.nn.rope import cos_sin
 
 META = torch.device("meta")
@@ -164,9 +164,11 @@ class Decoder(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         cache: Cache | None = None,
+        attend: Attend | None = None,
     ) -> torch.Tensor:
         """Hidden states before the final norm, [B, S, C]; arguments as `forward`. With `head` on
-        slices of it, a loss never holds all logits."""
+        slices of it, a loss never holds all logits. attend: what attends instead of the blocks
+        (context parallel; positions are given then)."""
         x_BSC = self.embed(token_ids) if self.model.embed_tokens is not None else token_ids
         B, S = x_BSC.shape[:2]
         if cu_seqlens is not None:
@@ -181,7 +183,7 @@ class Decoder(nn.Module):
         elif positions is None:
             positions = torch.arange(S, device=x_BSC.device)
         self._check_length(S if max_seqlen is None else max_seqlen)
-        step = self._step(positions, cu_seqlens, max_seqlen or 0, cache)
+        step = self._step(positions, cu_seqlens, max_seqlen or 0, cache, attend)
         for block in self.model.layers:
             x_BSC = block(x_BSC, step)
         if cache is not None:
@@ -194,11 +196,19 @@ class Decoder(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int = 0,
         cache: Cache | None = None,
+        attend: Attend | None = None,
     ) -> Step:
         if positions.dim() == 1:
             positions = positions.unsqueeze(0)
         cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions)
-        return Step(cos=cos, sin=sin, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
+        return Step(
+            cos=cos,
+            sin=sin,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            cache=cache,
+            attend=attend,
+        )
 
     def _check_length(self, seqlen: int) -> None:
         if seqlen > self.config.max_seqlen:
