@@ -19,7 +19,7 @@ import torch
 import ridgeline
 from ridgeline.cli.calibration import Request, Tokens, read_tokens
 from ridgeline.cli.tables import bytes_text
-from ridgeline.core import progress
+from ridgeline.core import env, progress
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.load import choose_device, choose_dtype
@@ -76,6 +76,9 @@ def prepare(job: Job) -> Job:
     """Open the model and the text, and predict. Raises: UserError as `quantize`."""
     config = job.config
     job.device = choose_device(config.device)
+    if job.device.type == "cuda":
+        job.device = torch.device("cuda", env.local_rank())
+        torch.cuda.set_device(job.device)
     dtype = torch_dtype(choose_dtype(config.dtype, job.device))
     job.ranks = Ranks.join(job.device)
     if job.ranks.rank:

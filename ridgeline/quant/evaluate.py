@@ -48,7 +48,7 @@ class Evaluation:
         for x, y in zip(self.exact, self.quantized, strict=True):
             sums[0] += (y.float() - x.float()).square().sum().double().cpu()
             sums[1] += x.float().square().sum().double().cpu()
-        sums = _summed(sums, ranks, self.exact)
+        sums = _summed(sums, ranks)
         return float((sums[0] / sums[1].clamp(min=1e-30)).sqrt())
 
     def before_head(self) -> None:
@@ -87,7 +87,7 @@ class Evaluation:
                         ]
                     ).cpu()
                 advance(1)
-        before, after, kl, agree, tokens = _summed(sums, ranks, self.exact).tolist()
+        before, after, kl, agree, tokens = _summed(sums, ranks).tolist()
         return EvaluationReport(
             ppl_before=math.exp(min(before / tokens, 700.0)),
             ppl_after=math.exp(min(after / tokens, 700.0)),
@@ -98,10 +98,10 @@ class Evaluation:
         )
 
 
-def _summed(sums: torch.Tensor, ranks: Ranks, near: list[torch.Tensor]) -> torch.Tensor:
+def _summed(sums: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Over ranks, on the device that they talk through."""
     if ranks.world == 1:
         return sums
-    there = sums.to(near[0].device) if near else sums
+    there = sums.to(ranks.device)
     ranks.sum_(there)
     return there.cpu()
