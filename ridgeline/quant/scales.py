@@ -11,9 +11,6 @@ _RATIOS = tuple(1.12 - 0.04 * step for step in range(14))
 """Of the plain range; above 1 the extreme moves off the last code, below it is clipped."""
 
 
-_CHUNK_VALUES = 2**16
-
-
 def fit_group_params(
     grouped: torch.Tensor,
     importance: torch.Tensor,
@@ -29,14 +26,6 @@ def fit_group_params(
     extreme on the longer side: scales may be negative, which the stored form and every reader
     allow.
     """
-    if grouped.device.type == "cpu" and importance.dim() < grouped.dim():
-        rows = max(1, _CHUNK_VALUES * len(grouped) // max(grouped.numel(), 1))
-        if rows < len(grouped):  # so that what is tried again and again stays in the cache
-            parts = [
-                fit_group_params(part, importance, spec, ratios=ratios)
-                for part in grouped.split(rows)
-            ]
-            return torch.cat([s for s, _ in parts]), torch.cat([z for _, z in parts])
     low, high = grouped.amin(-1), grouped.amax(-1)
     extreme = torch.where(high > -low, high, low)
     middle = torch.full_like(low, float(spec.middle))

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ridgeline.cli import calibration, quantize_report
 from ridgeline.cli import main as cli
-from ridgeline.cli import quantize_report
 from ridgeline.cli.calibration import Request, read_tokens
 from ridgeline.cli.quantize import QuantizeConfig, quantize, recipe_of
 from ridgeline.cli.quantize_run import journal_folder
 from ridgeline.core import env, files, progress
 from ridgeline.core.errors import UserError
+from ridgeline.core.text import TextSplit
 from ridgeline.engine.load import open_model
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import load_hf_config, load_pretrained, save_pretrained, state_tensors
@@ -340,7 +341,7 @@ def test_flags_that_make_no_sense(config, changes, part):
 # ---- data ------------------------------------------------------------------------------------
 
 
-def asked(path: Path, **changes) -> Request:
+def asked(path: Path | None, **changes) -> Request:
     fields = {"text": path, "json_field": "text", "sequences": 3, "sequence_tokens": 32, "seed": 0}
     return Request(**(fields | {"held_out": None, "held_out_windows": 0} | changes))
 
@@ -360,6 +361,17 @@ def test_json_lines_of_texts_and_chats(model_folder, tmp_path):
         for row, length in zip(found.ids_BS, found.lengths_B, strict=True)
     }
     assert rows == {"a" * 20, "b" * 32, "<user>c\n"} and found.count == 20 + 32 + 8
+
+
+def test_the_built_in_set(model_folder, monkeypatch):
+    """Calibration from its first half, held-out windows from its test part."""
+    split = TextSplit(calibration="a" * 500, train=(), test="b" * 80)
+    monkeypatch.setattr(calibration, "wiki_split", lambda: split)
+    found = read_tokens(asked(None, held_out_windows=4), Tokenizer(model_folder))
+    assert found.source == "built-in Wikipedia leads" and found.lengths_B is None
+    assert torch.equal(found.ids_BS, torch.full((3, 32), ord("a")))
+    assert found.held_out_WS is not None
+    assert torch.equal(found.held_out_WS, torch.full((2, 32), ord("b")))
 
 
 def test_padding_changes_nothing(config, tmp_path):
