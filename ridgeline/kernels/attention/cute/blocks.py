@@ -18,7 +18,8 @@ UNBOUNDED = 1 << 29
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of one tile of queries; a tile that sees no key gets one block, all masked."""
+    """Blocks that a tile visits. Of keys, for a tile of queries: at least one, all masked if it sees no
+    key. `query_range` gives blocks of queries for a tile of keys."""
 
     begin: Any
     full_begin: Any
@@ -80,4 +81,36 @@ def block_range(
     end = integer.maximum(end, begin + 1)
     full_end = integer.maximum(integer.minimum(full_end, end - 1), begin)
     full_begin = integer.minimum(integer.maximum(full_begin, begin), full_end)
+    return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+
+
+def query_range(
+    first_key: Any,
+    keys: int,
+    block: int,
+    lengths: tuple[Any, Any],
+    window: tuple[Any | None, Any | None],
+    integer: Any = Integer,
+) -> BlockRange:
+    """Blocks of `block` queries that see any of `keys` keys from `first_key`: the backward's walk.
+
+    Key j is seen by the queries j - shift - right <= i <= j - shift + left, 0 <= i < S. Blocks
+    [full_begin, full_end) need no mask for the diagonal or the window; unlike a forward tile's, both
+    ranges may be empty, and the second may reach beyond the first.
+    """
+    seqlen_q, seqlen_k = lengths
+    left, right = window
+    shift = seqlen_k - seqlen_q
+    last_key = first_key + keys - 1
+    begin, full_begin = 0, 0
+    if right is not None:
+        begin = integer.maximum(first_key - shift - right, 0) // block
+        full_begin = (integer.maximum(last_key - shift - right, 0) + block - 1) // block
+    end_query, full_end_query = seqlen_q, seqlen_q + block - 1
+    if left is not None:
+        end_query = integer.minimum(seqlen_q, last_key - shift + left + 1)
+        full_end_query = integer.minimum(full_end_query, first_key - shift + left + 1)
+    end = (integer.maximum(end_query, 0) + block - 1) // block
+    end = integer.maximum(end, begin)
+    full_end = integer.maximum(full_end_query, 0) // block
     return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)

@@ -32,10 +32,18 @@ from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream, make_
 from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path
+from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.forward import Forward
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    ROW_STATISTICS,
+    BackwardConfig,
+    BackwardTraits,
+)
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
 
+Traits = ForwardTraits | BackwardTraits
+Config = ForwardConfig | BackwardConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 
@@ -45,15 +53,15 @@ def cache_key() -> str:
     """DSL version, architecture and a digest of the kernels' source."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for file in [*sorted(here.glob("*.py")), here.parent / "cute_sm90_config.py"]:
+    for file in [*sorted(here.glob("*.py")), *sorted(here.parent.glob("cute_sm90_*config.py"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     version = importlib.metadata.version(DISTRIBUTION)
     return f"{version}-{ARCHITECTURE}-{digest.hexdigest()[:16]}"
 
 
-def kernel_name(traits: ForwardTraits, config: ForwardConfig) -> str:
+def kernel_name(traits: Traits, config: Config) -> str:
     """A C symbol naming one kernel: every field that differs from its default."""
-    parts = ["attention_fwd"]
+    parts = ["attention_fwd" if isinstance(traits, ForwardTraits) else "attention_bwd"]
     for record in (traits, config):
         for field in fields(record):
             value = getattr(record, field.name)
@@ -64,12 +72,12 @@ def kernel_name(traits: ForwardTraits, config: ForwardConfig) -> str:
     return "_".join(parts)
 
 
-def library_path(traits: ForwardTraits, config: ForwardConfig) -> Path:
+def library_path(traits: Traits, config: Config) -> Path:
     """Where the compiled kernel is, or will be."""
     return env.cache_dir() / "cute" / cache_key() / f"{kernel_name(traits, config)}.so"
 
 
-def compile_kernel(traits: ForwardTraits, config: ForwardConfig) -> Path:
+def compile_kernel(traits: Traits, config: Config) -> Path:
     """Make sure that the kernel is in the cache; needs the DSL and a C compiler's linker, no GPU.
 
     Raises: UserError without a linker or when linking fails.
@@ -87,7 +95,7 @@ def compile_kernel(traits: ForwardTraits, config: ForwardConfig) -> Path:
 
 
 @functools.cache
-def kernel(traits: ForwardTraits, config: ForwardConfig) -> Callable[..., None]:
+def kernel(traits: Traits, config: Config) -> Callable[..., None]:
     """The callable kernel, compiled if this machine has never seen it."""
     path = compile_kernel(traits, config)
     _load_runtime()
@@ -101,7 +109,7 @@ def _load_runtime() -> None:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
-def _build(traits: ForwardTraits, config: ForwardConfig, target: Path) -> None:
+def _build(traits: Traits, config: Config, target: Path) -> None:
     compiler = next((c for c in ("cc", "gcc", "g++", "clang") if shutil.which(c)), None)
     if compiler is None:
         raise UserError(
@@ -121,52 +129,94 @@ def _build(traits: ForwardTraits, config: ForwardConfig, target: Path) -> None:
         object_file.unlink(missing_ok=True)
 
 
-def trace(traits: ForwardTraits, config: ForwardConfig, cubin_dir: Path | None = None) -> Any:
+def trace(traits: Traits, config: Config, cubin_dir: Path | None = None) -> Any:
     """Compile for sm_90a without a GPU; the result can be exported, the cubin kept in a folder."""
-    keep = f" --keep-cubin --dump-dir {cubin_dir}" if cubin_dir else ""
+    keep = f" --keep-ptx --keep-cubin --dump-dir {cubin_dir}" if cubin_dir else ""
     with warnings.catch_warnings():
         # Long unrolled loops are meant: registers can be indexed by constants only.
         warnings.simplefilter("ignore", DSLOptimizationWarning)
         return _compile(traits, config, f"--enable-tvm-ffi --gpu-arch {ARCHITECTURE}{keep}")
 
 
-def _compile(traits: ForwardTraits, config: ForwardConfig, options: str) -> Any:
-    scalars = (Float32(1), Float32(1), Int32(0), Int32(0), Int32(1), Int32(1))
-    return cute.compile(
-        Forward(traits, config),
-        *_fake_tensors(traits),
-        *scalars,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=options,
-    )
+def _compile(traits: Traits, config: Config, options: str) -> Any:
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    numbers = (Float32(1), Float32(1), Int32(0), Int32(0), Int32(1), Int32(1))
+    if isinstance(traits, ForwardTraits) and isinstance(config, ForwardConfig):
+        arguments = (*_forward_tensors(traits), *numbers, stream)
+        return cute.compile(Forward(traits, config), *arguments, options=options)
+    assert isinstance(traits, BackwardTraits) and isinstance(config, BackwardConfig)
+    arguments = (*_backward_tensors(traits, config), *numbers, Int32(1), stream)
+    return cute.compile(Backward(traits, config), *arguments, options=options)
 
 
-def _fake_tensors(traits: ForwardTraits) -> list[Any]:
-    """Shapes and strides of the arguments: dynamic but for the last stride."""
-    dtype = DTYPES[traits.dtype]
-    b, s, t, h, g, entries = (cute.sym_int32() for _ in range(6))
+class _Shapes:
+    """Stand-ins of a call's tensors: dynamic lengths, and strides but for the last."""
 
-    dim_qk, dim_v = (cute.sym_int32(divisibility=8) for _ in range(2))
+    def __init__(self, traits: Traits):
+        self.packed = traits.varlen
+        self.dtype = DTYPES[traits.dtype]
+        self.b, self.s, self.t, self.h, self.g = (cute.sym_int32() for _ in range(5))
+        self.dim_qk, self.dim_v = (cute.sym_int32(divisibility=8) for _ in range(2))
+        self.entries = cute.sym_int32()
 
-    def tokens(length: Any, heads: Any, dim: Any) -> Any:
-        shape = (length, heads, dim) if traits.varlen else (b, length, heads, dim)
+    def tokens(self, length: Any, heads: Any, dim: Any) -> Any:
+        """Like q, k, v."""
+        shape = (length, heads, dim) if self.packed else (self.b, length, heads, dim)
         strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+        return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
 
-    def vector(kind: Any, length: Any, wanted: bool = True) -> Any:
+    def rows(self, wanted: bool = True) -> Any:
+        """Like the LSE."""
+        shape = (self.h, self.s) if self.packed else (self.b, self.h, self.s)
+        strides = [cute.sym_int64() for _ in shape[1:]]
+        return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=4) if wanted else None
+
+    def vector(self, kind: Any, length: Any, wanted: bool = True) -> Any:
         return make_fake_tensor(kind, (length,), (1,), assumed_align=4) if wanted else None
 
-    lse_shape = (h, s) if traits.varlen else (b, h, s)
-    lse_strides = [cute.sym_int64() for _ in lse_shape[1:]]
+    def tiles(self, words: int) -> Any:
+        """fp32 [tiles, H, words], contiguous."""
+        strides = [cute.sym_int64(divisibility=4) for _ in range(2)]
+        shape = (cute.sym_int32(), self.h, words)
+        return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=16)
+
+
+def _forward_tensors(traits: ForwardTraits) -> list[Any]:
+    x = _Shapes(traits)
     return [
-        tokens(s, h, dim_qk),
-        tokens(t, g, dim_qk),
-        tokens(t, g, dim_v),
-        tokens(s, h, dim_v),
-        make_fake_tensor(Float32, lse_shape, (*lse_strides, 1), assumed_align=4),
-        vector(Float32, h, traits.sinks),
-        vector(Int32, entries, traits.varlen),
-        vector(Int32, entries, traits.varlen),
-        vector(Int32, cute.sym_int32(), traits.seqused),
-        vector(Int32, 2),
+        x.tokens(x.s, x.h, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_v),
+        x.tokens(x.s, x.h, x.dim_v),
+        x.rows(),
+        x.vector(Float32, x.h, traits.sinks),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, cute.sym_int32(), traits.seqused),
+        x.vector(Int32, 2),
+    ]
+
+
+def _backward_tensors(traits: BackwardTraits, config: BackwardConfig) -> list[Any]:
+    x = _Shapes(traits)
+    turns = None
+    if traits.deterministic:
+        shape = (cute.sym_int32(), x.h)
+        turns = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1), assumed_align=4)
+    return [
+        x.tokens(x.s, x.h, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_v),
+        x.tokens(x.s, x.h, x.dim_v),
+        x.tokens(x.s, x.h, x.dim_v),
+        x.rows(),
+        x.rows(traits.dlse),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.tokens(x.s, x.h, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_qk),
+        x.tokens(x.t, x.g, x.dim_v),
+        x.tiles(ROW_STATISTICS * config.block_q),
+        x.tiles(config.block_q * traits.head_dim),
+        turns,
     ]
