@@ -21,8 +21,8 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 KEYS = 64
 """Keys of a warpgroup: the M of a WGMMA."""
-THREAD_REGISTERS = 512
-"""Registers of a block of threads, over 128."""
+REGISTER_FILE = 65536
+"""32-bit registers of a multiprocessor."""
 RESERVED_REGISTERS = 16
 """Addresses and loop state, at the least, beside accumulators."""
 ROW_STATISTICS = 2
@@ -65,7 +65,10 @@ class BackwardConfig:
     """Blocks of dS between the warpgroups; a power of two."""
     dq_bulk: bool = False
     """dQ goes out through shared memory by the copy engine, not from registers."""
-    other_registers: int = 64
+    dq_parts: int = 1
+    """Pieces in which a step's dQ is computed, so that its accumulator stays small: blocks of 64 of
+    its rows, or of its columns where block_q is 64."""
+    other_registers: int = 88
     """Registers a thread of the warpgroup that computes dQ; the others share the rest."""
 
 
@@ -74,12 +77,11 @@ def keys_per_block(config: BackwardConfig) -> int:
     return KEYS * config.num_warpgroups
 
 
-def dq_parts(config: BackwardConfig, traits: BackwardTraits) -> int:
-    """Pieces in which a step's dQ is computed, so that its accumulator stays small: halves of its
-    rows, or of its columns where those are whole swizzle atoms of 64."""
+def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
+    """Rows and columns of dQ that are computed at a time."""
     if config.block_q > KEYS:
-        return config.block_q // KEYS
-    return 2 if traits.head_dim % 128 == 0 else 1
+        return config.block_q // config.dq_parts, traits.head_dim
+    return config.block_q, traits.head_dim // config.dq_parts
 
 
 def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
@@ -91,21 +93,24 @@ def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
     q = config.stages * config.block_q * dims
     ds = config.ds_stages * config.block_q * keys
     statistics = 4 * ROW_STATISTICS * config.stages * config.block_q
-    dq = 4 * config.block_q * traits.head_dim // dq_parts(config, traits) if config.dq_bulk else 0
+    dq = 4 * config.block_q * traits.head_dim // config.dq_parts if config.dq_bulk else 0
     return BARRIER_BYTES + size * (kv + q + ds) + statistics + dq
 
 
 def registers(config: BackwardConfig) -> tuple[int, int]:
-    """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8."""
+    """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what the
+    block was launched with; asking for one more blocks forever."""
+    warpgroups = config.num_warpgroups + 1
+    at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    return other, min(240, (THREAD_REGISTERS - other) // config.num_warpgroups // 8 * 8)
+    return other, min(240, (at_launch * warpgroups - other) // config.num_warpgroups // 8 * 8)
 
 
 def accumulator_registers(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
     """(dQ and loads, keys): registers a thread that accumulators take."""
     scores = KEYS * config.block_q // 128
     sums = KEYS * (traits.head_dim + traits.head_dim_v) // 128
-    return config.block_q * traits.head_dim // dq_parts(config, traits) // 128, 2 * scores + sums
+    return config.block_q * traits.head_dim // config.dq_parts // 128, scores + scores // 2 + sums
 
 
 def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
@@ -120,6 +125,9 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
             return f"{name} must be a power of two, got {value}"
     if traits.head_dim % 32 or traits.head_dim_v % 32:
         return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
+    rows, columns = dq_part(config, traits)
+    if rows % KEYS or columns % 8 or (columns % 64 and config.dq_parts > 1 and rows == config.block_q):
+        return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
@@ -157,8 +165,8 @@ def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
 def _candidates(traits: BackwardTraits) -> list[BackwardConfig]:
     """Tiles from best to least, by head dim."""
     if max(traits.head_dim, traits.head_dim_v) <= 64:
-        return [BackwardConfig(block_q=128)]
-    return [BackwardConfig(block_q=64)]
+        return [BackwardConfig(block_q=128, dq_parts=2)]
+    return [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
 
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:

@@ -51,7 +51,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
-    dq_parts,
+    dq_part,
     keys_per_block,
     registers,
 )
@@ -177,14 +177,11 @@ class KeyOwner:
     """What a key warpgroup works with."""
 
     S: cute.Tensor
-    """fp32 [64, block_q] accumulator; P^T replaces it in place."""
-    dP: cute.Tensor
-    """fp32 [64, block_q] accumulator; dS^T replaces it in place."""
+    """fp32 [64, block_q] accumulator of S^T, then of dP^T."""
     dK: cute.Tensor
     dV: cute.Tensor
     P: cute.Tensor
-    """P^T in 16 bits, operand A."""
-    dS: cute.Tensor
+    """P^T in 16 bits, operand A, then dS^T."""
     tK: cute.Tensor
     tQ: cute.Tensor
     tV: cute.Tensor
@@ -226,16 +223,8 @@ class Products:
         source = warpgroup.OperandSource.SMEM
         return self._mma(self.dq_part()[1], source, cute.nvgpu.OperandMajorMode.MN)
 
-    @property
-    def dq_parts(self) -> int:
-        return dq_parts(self.config, self.traits)
-
     def dq_part(self) -> tuple[int, int]:
-        """Rows and columns of dQ that are computed at a time."""
-        rows, columns = self.config.block_q, self.traits.head_dim
-        if self.dq_parts > 1 and rows > KEYS:
-            return rows // self.dq_parts, columns
-        return rows, columns // self.dq_parts
+        return dq_part(self.config, self.traits)
 
 
 class Backward:
@@ -454,7 +443,7 @@ class Backward:
         sdS = tensor(layouts.ds)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
-            words = cfg.block_q * self.traits.head_dim // self.products.dq_parts
+            words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
             sdQ = smem.allocate_tensor(Float32, cute.make_layout(words), 128)
         return Shared(
             sQ=sQ,
@@ -499,15 +488,16 @@ class Backward:
         for step in cutlass.range(num_steps, unroll=1):
             shared.ds_ring.wait_full(step)
             stage = shared.ds_ring.stage(step)
-            for i in cutlass.range_constexpr(self.products.dq_parts):
+            for i in cutlass.range_constexpr(self.config.dq_parts):
                 self._issue_dq(shared, mma, dQ, stage, i)
                 warpgroup.wait_group(0)
-                if cutlass.const_expr(i == self.products.dq_parts - 1):
+                if cutlass.const_expr(i == self.config.dq_parts - 1):
                     release(shared.ds_ring, step)
-                    if warp_index == 0:
-                        if step + self.config.stages < num_steps:
-                            self._load_queries(tensors, shared, work, step + self.config.stages)
                 self._add_dq(tensors, shared, work, dQ, step, i)
+            # Only now, when no accumulator is alive: it takes the registers of one.
+            if warp_index == 0:
+                if step + self.config.stages < num_steps:
+                    self._load_queries(tensors, shared, work, step + self.config.stages)
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -653,7 +643,6 @@ class Backward:
             scale_log2 = scalars.softcap * sm.LOG2_E
         return KeyOwner(
             S=cute.make_rmem_tensor(score_shape, Float32),
-            dP=cute.make_rmem_tensor(score_shape, Float32),
             dK=cute.make_rmem_tensor(
                 dk.partition_shape_C((KEYS, self.traits.head_dim)), Float32
             ),
@@ -661,7 +650,6 @@ class Backward:
                 dv.partition_shape_C((KEYS, self.traits.head_dim_v)), Float32
             ),
             P=cute.make_rmem_tensor(a_shape, self.dtype),
-            dS=cute.make_rmem_tensor(a_shape, self.dtype),
             tK=scores.make_fragment_A(s_part.partition_A(shared.sK[None, None, wg])),
             tQ=scores.make_fragment_B(s_part.partition_B(shared.sQ)),
             tV=scores.make_fragment_A(s_part.partition_A(shared.sV[None, None, wg])),
@@ -701,22 +689,21 @@ class Backward:
         after every product)."""
         stage = shared.do_ring.stage(step)
         statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
-        shared.do_ring.wait_full(step)
-        _multiply(self.products.scores(), c.dP, c.tV, c.tdO[None, None, None, stage], True)
         self._probabilities(c, mask, statistics, work, block)
+        shared.do_ring.wait_full(step)
         # Waiting here and not where dS is stored: LLVM would move dS's arithmetic behind this loop,
         # that is behind the start of the next products, and ptxas would then serialise them.
         shared.ds_ring.wait_empty(step)
-        warpgroup.wait_group(0)
-        self._score_gradients(c, statistics)
+        _multiply(self.products.scores(), c.S, c.tV, c.tdO[None, None, None, stage], True)
         dv = self.products.sums(self.traits.head_dim_v)
         _multiply(dv, c.dV, c.P, c.tdO_columns[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        release(shared.do_ring, step)
+        self._score_gradients(c, statistics)
         self._share_ds(c, shared, step)
         dk = self.products.sums(self.traits.head_dim)
         q_stage = shared.q_ring.stage(step)
-        _multiply(dk, c.dK, c.dS, c.tQ_columns[None, None, None, q_stage], False)
-        warpgroup.wait_group(1)
-        release(shared.do_ring, step)
+        _multiply(dk, c.dK, c.P, c.tQ_columns[None, None, None, q_stage], False)
         if more:
             shared.q_ring.wait_full(step + 1)
         self._issue_scores(c, shared, step + 1)
@@ -728,20 +715,23 @@ class Backward:
     def _probabilities(
         self, c: KeyOwner, mask: TransposedMask, statistics, work: Work, block: Int32
     ):
-        """S^T becomes P^T."""
+        """P^T of S^T, packed at once: in 16 bits it takes half of the registers while dP^T, in the
+        place of S^T, is computed."""
         scores = flat(c.S)
         if cutlass.const_expr(self.traits.softcap):
             sm.soft_cap(scores, c.capped_scale)
         if cutlass.const_expr(self.masks):
             if self._needs_mask(work, block):
                 mask.apply(scores, block * self.config.block_q)
+        packed = flat(cute.recast_tensor(c.P, Int32))
         first_column = 2 * (cute.arch.lane_idx() % 4)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
             pair = _pair(statistics, first_column + column)
-            for e in cutlass.range_constexpr(4):
-                element = column // 2 + e
-                shifted = ptx.fma(scores[element], c.scale_log2, pair[e % 2])
-                scores[element] = ptx.exp2(shifted)
+            for half in cutlass.range_constexpr(2):
+                e = column // 2 + 2 * half
+                low = ptx.exp2(ptx.fma(scores[e], c.scale_log2, pair[0]))
+                high = ptx.exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]))
+                packed[e // 2] = ptx.pack(low, high, self.dtype)
 
     def _needs_mask(self, work: Work, block: Int32):
         needed = (block < work.queries.full_begin) | (block >= work.queries.full_end)
@@ -752,19 +742,17 @@ class Backward:
 
     @cute.jit
     def _score_gradients(self, c: KeyOwner, statistics):
-        """dP^T becomes dS^T; both operands A are packed."""
-        P, dP = flat(c.S), flat(c.dP)
-        packed_P = flat(cute.recast_tensor(c.P, Int32))
-        packed_dS = flat(cute.recast_tensor(c.dS, Int32))
+        """dS^T of dP^T and P^T, packed in the place of P^T."""
+        dP = flat(c.S)
+        packed = flat(cute.recast_tensor(c.P, Int32))
         first_column = 2 * (cute.arch.lane_idx() % 4)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
             pair = _pair(statistics, self.config.block_q + first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
-                low = P[e] * (dP[e] - pair[0])
-                high = P[e + 1] * (dP[e + 1] - pair[1])
-                packed_P[e // 2] = ptx.pack(P[e], P[e + 1], self.dtype)
-                packed_dS[e // 2] = ptx.pack(low, high, self.dtype)
+                low, high = ptx.unpack(packed[e // 2], self.dtype)
+                low, high = low * (dP[e] - pair[0]), high * (dP[e + 1] - pair[1])
+                packed[e // 2] = ptx.pack(low, high, self.dtype)
 
     @cute.jit
     def _share_ds(self, c: KeyOwner, shared: Shared, step: Int32):
@@ -773,7 +761,7 @@ class Backward:
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, self.products.scores()).get_slice(thread)
-        values = cute.make_tensor(c.dS.iterator, cute.make_layout(c.dP.shape))
+        values = cute.make_tensor(c.P.iterator, cute.make_layout(c.S.shape))
         target = copy.partition_D(shared.sdS_columns[None, None, piece])
         cute.copy(atom, copy.retile(values), target)
         cute.arch.fence_proxy("async.shared", space="cta")
