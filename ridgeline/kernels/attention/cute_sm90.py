@@ -1,16 +1,20 @@
 """Attention on Hopper (H100, H200), CuTe DSL: the entry points. The kernels are in cute/.
 
     forward(q, k, v, options, extras) -> (out, lse_ln)
+    backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
 
 Meaning and layouts: problem.py. Numerics: 16-bit operands, fp32 sums and softmax, P rounded to the
-inputs' dtype before P V; exponentials good to 2 ulp. Which problems it takes and with which tiles:
-cute_sm90_config.py. Compiled code is kept in the user cache (cute/library.py).
+inputs' dtype before P V; exponentials good to 2 ulp. Backward: P and dS rounded to the inputs'
+dtype, dQ summed in fp32 by atomic additions, whose order changes its last bits from call to call;
+dK and dV are bitwise repeatable. Which problems it takes and with which tiles: cute_sm90_config.py
+and cute_sm90_backward_config.py. Compiled code is kept in the user cache (cute/library.py).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,13 +23,24 @@ import tvm_ffi
 from ridgeline.core.arch import Arch, detect
 from ridgeline.kernels.attention.cute import library
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    ROW_STATISTICS,
+    BackwardConfig,
+    backward_config,
+    backward_traits,
+)
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    heads_per_section as backward_section,
+)
 from ridgeline.kernels.attention.cute_sm90_config import (
     forward_config,
     forward_traits,
     heads_per_section,
+    padded,
 )
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
+    AttentionGrads,
     AttentionOptions,
     AttentionProblem,
 )
@@ -72,6 +87,79 @@ def forward(
             num_units,
         )
     return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse_ln: torch.Tensor,
+    options: AttentionOptions,
+    extras: AttentionExtras,
+) -> AttentionGrads:
+    """Gradients of q, k, v and the sinks; dlse is like lse_ln or None.
+
+    Shapes: as forward's, dout and out alike. Views that TMA cannot read are copied.
+    """
+    problem = replace(
+        problem_of(q, k, v, options, extras),
+        direction="bwd",
+        deterministic=options.deterministic,
+    )
+    kernel, section, config = _backward_plan(problem, q.device.index)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    statistics, dq_sum = (
+        torch.empty((tiles, problem.heads, words), dtype=torch.float32, device=q.device)
+        for words in (ROW_STATISTICS * config.block_q, config.block_q * padded(problem.head_dim))
+    )
+    left, right = window(options)
+    with torch.cuda.device(q.device), tvm_ffi.use_torch_stream():
+        kernel(
+            *(readable_by_tma(x) for x in (q, k, v, out, dout)),
+            lse_ln,
+            lse_ln if dlse is None else dlse.contiguous(),
+            extras.cu_seqlens_q,
+            extras.cu_seqlens_k,
+            dq,
+            dk,
+            dv,
+            statistics,
+            dq_sum,
+            None,
+            options.softmax_scale,
+            options.softcap,
+            left,
+            right,
+            section,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            0 if dlse is None else 1,
+        )
+    dsinks = None
+    if extras.sinks_H is not None:
+        delta = _delta(statistics, problem, config)
+        dsinks = sink_gradient(extras.sinks_H, lse_ln, delta)
+    return AttentionGrads(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+
+
+def _delta(
+    statistics: torch.Tensor, problem: AttentionProblem, config: BackwardConfig
+) -> torch.Tensor:
+    """rowsum(dO * O) - dLSE, [B, H, S], out of the kernel's tiles."""
+    shape = (problem.batch, -1, problem.heads, ROW_STATISTICS, config.block_q)
+    delta = statistics.view(shape)[:, :, :, 1].transpose(1, 2)
+    return delta.flatten(2)[:, :, : problem.seqlen_q]
+
+
+def sink_gradient(sinks_H: torch.Tensor, lse_ln: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """-sum over rows of exp(sink - LSE) * delta; lse_ln and delta are [B, H, S]."""
+    share = torch.exp(sinks_H.float()[:, None] - lse_ln)
+    share = share.masked_fill(lse_ln == float("-inf"), 0.0)
+    return -(share * delta).sum((0, 2)).to(sinks_H.dtype)
 
 
 def problem_of(
@@ -130,11 +218,16 @@ def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
-    """Compile what these problems need into the user cache, on any machine; returns the files."""
-    return [
-        library.compile_kernel(forward_traits(problem), forward_config(problem, arch))
-        for problem in problems
-    ]
+    """Compile what these problems need, each in its direction, into the user cache, on any machine;
+    returns the files."""
+    files = []
+    for problem in problems:
+        if problem.direction == "bwd":
+            key = backward_traits(problem), backward_config(problem, arch)
+        else:
+            key = forward_traits(problem), forward_config(problem, arch)
+        files.append(library.compile_kernel(*key))
+    return files
 
 
 @functools.lru_cache(maxsize=1024)
@@ -143,6 +236,17 @@ def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], 
     arch = _arch(device)
     kernel = library.kernel(forward_traits(problem), forward_config(problem, arch))
     return kernel, heads_per_section(problem, arch), arch.num_units
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_plan(
+    problem: AttentionProblem, device: int
+) -> tuple[Callable[..., None], int, BackwardConfig]:
+    """(kernel, key/value heads of a section, tile) of a shape."""
+    arch = _arch(device)
+    config = backward_config(problem, arch)
+    kernel = library.kernel(backward_traits(problem), config)
+    return kernel, backward_section(problem, arch), config
 
 
 @functools.cache

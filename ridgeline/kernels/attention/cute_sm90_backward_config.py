@@ -16,6 +16,7 @@ from ridgeline.kernels.attention.cute_sm90_config import (
     BARRIER_BYTES,
     SHARED_MEMORY_BYTES,
     padded,
+    why_unsupported,
 )
 from ridgeline.kernels.attention.problem import AttentionProblem
 
@@ -43,8 +44,6 @@ class BackwardTraits:
     has_right: bool = False
     """Causal, or a window bounded on the right."""
     softcap: bool = False
-    dlse: bool = False
-    """A gradient of the LSE comes in."""
     varlen: bool = False
     """Packed sequences, by cu_seqlens of both sides."""
     deterministic: bool = False
@@ -98,8 +97,8 @@ def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
 
 
 def registers(config: BackwardConfig) -> tuple[int, int]:
-    """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what the
-    block was launched with; asking for one more blocks forever."""
+    """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what
+    the block was launched with; asking for one more blocks forever."""
     warpgroups = config.num_warpgroups + 1
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
@@ -126,7 +125,8 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     if traits.head_dim % 32 or traits.head_dim_v % 32:
         return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
     rows, columns = dq_part(config, traits)
-    if rows % KEYS or columns % 8 or (columns % 64 and config.dq_parts > 1 and rows == config.block_q):
+    narrow = columns < traits.head_dim and columns % 64
+    if rows % KEYS or narrow:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
@@ -138,7 +138,7 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     return None
 
 
-def backward_traits(problem: AttentionProblem, dlse: bool) -> BackwardTraits:
+def backward_traits(problem: AttentionProblem) -> BackwardTraits:
     """The compile key of a problem."""
     return BackwardTraits(
         head_dim=padded(problem.head_dim),
@@ -147,7 +147,6 @@ def backward_traits(problem: AttentionProblem, dlse: bool) -> BackwardTraits:
         has_left=problem.window_left is not None,
         has_right=problem.causal or problem.window_right is not None,
         softcap=problem.softcap > 0,
-        dlse=dlse,
         varlen=problem.varlen,
         deterministic=problem.deterministic,
     )
@@ -155,7 +154,7 @@ def backward_traits(problem: AttentionProblem, dlse: bool) -> BackwardTraits:
 
 def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
     """The tile for a problem."""
-    traits = backward_traits(problem, dlse=False)
+    traits = backward_traits(problem)
     for config in _candidates(traits):
         if why_invalid(config, traits) is None:
             return config
@@ -182,3 +181,19 @@ def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
     while section * 2 <= limit and section * 2 * head_bytes <= 0.8 * arch.l2_bytes:
         section *= 2
     return section
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    """Why this implementation does not take a backward, or None."""
+    if (why := why_unsupported(problem)) is not None:
+        return why
+    if problem.softcap > 0:
+        return "no backward with softcap"
+    if problem.deterministic:
+        return "no deterministic backward"
+    if problem.varlen:
+        return "no backward of packed sequences"
+    traits = backward_traits(problem)
+    if all(why_invalid(config, traits) for config in _candidates(traits)):
+        return f"no backward tile for head dims {problem.head_dim}, {problem.head_dim_v}"
+    return None

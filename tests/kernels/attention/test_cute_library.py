@@ -14,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_config as cfg
-from ridgeline.kernels.attention.cute import library
+from ridgeline.kernels.attention.cute import cache, library
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 
@@ -71,7 +71,7 @@ def test_names_tell_kernels_apart() -> None:
     names = set()
     for problem in SHIPPED.values():
         traits, config = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
-        name = library.kernel_name(traits, config)
+        name = cache.kernel_name(traits, config)
         assert re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         names.add(name)
     assert len(names) == len(SHIPPED)
@@ -89,7 +89,7 @@ def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     problem = SHIPPED["128"]
     arguments = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
     first, second = library.compile_kernel(*arguments), library.compile_kernel(*arguments)
-    assert first == second == library.library_path(*arguments)
+    assert first == second == cache.kernel_path(*arguments)
     assert first.read_bytes() == b"library" and first.is_relative_to(tmp_path)
     assert len(built) == 1
     assert [p.suffix for p in sorted(first.parent.iterdir())] == [".lock", ".so"]

@@ -63,7 +63,8 @@ class Rows:
         mO: cute.Tensor,
         mdO: cute.Tensor,
         mLSE: cute.Tensor,
-        mdLSE,
+        mdLSE: cute.Tensor,
+        has_dlse: Int32,
         statistics: cute.Tensor,
         dq_sum: cute.Tensor,
         turns,
@@ -98,7 +99,7 @@ class Rows:
                         minus_lse = cutlass.select_(
                             dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E)
                         )
-                        if cutlass.const_expr(mdLSE is not None):
+                        if has_dlse != 0:
                             total -= _row_value(mdLSE, token, head, batch, packed)
                     statistics[tile, head, row] = minus_lse
                     statistics[tile, head, self.block_q + row] = total

@@ -18,8 +18,8 @@ UNBOUNDED = 1 << 29
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Blocks that a tile visits. Of keys, for a tile of queries: at least one, all masked if it sees no
-    key. `query_range` gives blocks of queries for a tile of keys."""
+    """Blocks that a tile visits. Of keys, for a tile of queries: at least one, all masked if it
+    sees no key. `query_range` gives blocks of queries for a tile of keys."""
 
     begin: Any
     full_begin: Any
@@ -95,8 +95,8 @@ def query_range(
     """Blocks of `block` queries that see any of `keys` keys from `first_key`: the backward's walk.
 
     Key j is seen by the queries j - shift - right <= i <= j - shift + left, 0 <= i < S. Blocks
-    [full_begin, full_end) need no mask for the diagonal or the window; unlike a forward tile's, both
-    ranges may be empty, and the second may reach beyond the first.
+    [full_begin, full_end) need no mask for the diagonal or the window; unlike a forward tile's,
+    both ranges may be empty, and this one may reach beyond the other.
     """
     seqlen_q, seqlen_k = lengths
     left, right = window
