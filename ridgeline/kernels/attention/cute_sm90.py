@@ -110,8 +110,12 @@ def backward(
         deterministic=options.deterministic,
     )
     kernel, section, config = _backward_plan(problem, q.device.index)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    # Packed: rows behind the last sequence belong to no tile.
+    new = torch.zeros_like if problem.varlen else torch.empty_like
+    dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    if problem.varlen:
+        tiles = q.shape[0] // config.block_q + problem.batch
     statistics, dq_sum = (
         torch.empty((tiles, problem.heads, words), dtype=torch.float32, device=q.device)
         for words in (ROW_STATISTICS * config.block_q, config.block_q * padded(problem.head_dim))
@@ -141,25 +145,37 @@ def backward(
         )
     dsinks = None
     if extras.sinks_H is not None:
-        delta = _delta(statistics, problem, config)
+        delta = _delta(statistics, problem, config, extras.cu_seqlens_q, q.shape[0])
         dsinks = sink_gradient(extras.sinks_H, lse_ln, delta)
     return AttentionGrads(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
 
 
 def _delta(
-    statistics: torch.Tensor, problem: AttentionProblem, config: BackwardConfig
+    statistics: torch.Tensor,
+    problem: AttentionProblem,
+    config: BackwardConfig,
+    starts: torch.Tensor | None,
+    num_rows: int,
 ) -> torch.Tensor:
-    """rowsum(dO * O) - dLSE, [B, H, S], out of the kernel's tiles."""
+    """rowsum(dO * O) - dLSE, like the LSE, out of the kernel's tiles. starts: cu_seqlens_q."""
+    if starts is not None:
+        row = torch.arange(num_rows, device=starts.device)
+        sequence = torch.searchsorted(starts[1:-1].contiguous(), row, right=True)
+        first = starts[sequence].long()
+        tile = first // config.block_q + sequence + (row - first) // config.block_q
+        tile = tile.clamp(max=statistics.shape[0] - 1)
+        return statistics[tile, :, config.block_q + (row - first) % config.block_q].T
     shape = (problem.batch, -1, problem.heads, ROW_STATISTICS, config.block_q)
     delta = statistics.view(shape)[:, :, :, 1].transpose(1, 2)
     return delta.flatten(2)[:, :, : problem.seqlen_q]
 
 
 def sink_gradient(sinks_H: torch.Tensor, lse_ln: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """-sum over rows of exp(sink - LSE) * delta; lse_ln and delta are [B, H, S]."""
+    """-sum over rows of exp(sink - LSE) * delta; lse_ln and delta are [B, H, S] or [H, S]."""
     share = torch.exp(sinks_H.float()[:, None] - lse_ln)
-    share = share.masked_fill(lse_ln == float("-inf"), 0.0)
-    return -(share * delta).sum((0, 2)).to(sinks_H.dtype)
+    # A row that no sequence has is in no tile: its delta may be anything.
+    total = torch.where(lse_ln == float("-inf"), 0.0, share * delta).sum(-1)
+    return -(total if total.ndim == 1 else total.sum(0)).to(sinks_H.dtype)
 
 
 def problem_of(

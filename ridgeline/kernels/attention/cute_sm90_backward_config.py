@@ -191,8 +191,6 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "no backward with softcap"
     if problem.deterministic:
         return "no deterministic backward"
-    if problem.varlen:
-        return "no backward of packed sequences"
     traits = backward_traits(problem)
     if all(why_invalid(config, traits) for config in _candidates(traits)):
         return f"no backward tile for head dims {problem.head_dim}, {problem.head_dim_v}"

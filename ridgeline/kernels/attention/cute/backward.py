@@ -125,8 +125,11 @@ class Backward:
         )
         scalars = Scalars(softmax_scale, softcap, window_left, window_right, heads_per_section)
         order = self._order(tensors, scalars)
+        num_blocks = order.num_tiles()
+        if cutlass.const_expr(packed):
+            num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
         self.kernel(tensors, scalars, layouts).launch(
-            grid=(order.num_tiles(), 1, 1),
+            grid=(num_blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -235,10 +238,30 @@ class Backward:
         return work.block * keys_per_block(self.config) < work.extent.seqlen_k
 
     @cute.jit
+    def _packed_block(self, tensors: Globals, index: Int32):
+        """(block, sequence) of a number: blocks are numbered like tiles of queries, with at most
+        one number between two sequences left out, so a sequence is found by bisection."""
+        starts, block_k = tensors.tiles.lengths.cu_seqlens_k, keys_per_block(self.config)
+        low, high = Int32(0), Int32(tensors.num_batches)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if starts[middle] // block_k + middle <= index:
+                low = middle
+            else:
+                high = middle
+        return index - (starts[low] // block_k + low), low
+
+    @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
         index, _, _ = cute.arch.block_idx()
-        block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
-        block = tensors.num_key_blocks - 1 - block  # a causal mask leaves the first keys most work
+        block, head, batch = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(self.traits.varlen):
+            num_heads = tensors.mK.shape[2]
+            head = index % num_heads
+            block, batch = self._packed_block(tensors, index // num_heads)
+        else:
+            block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
+            block = tensors.num_key_blocks - 1 - block  # a causal mask leaves the first most work
         extent = tensors.tiles.lengths.extent(batch)
         block_k = keys_per_block(self.config)
         queries = query_range(

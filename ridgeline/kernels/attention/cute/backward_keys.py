@@ -41,7 +41,6 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
     BackwardTraits,
-    keys_per_block,
 )
 
 
@@ -75,7 +74,7 @@ class Keys:
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.products = Products(traits, config)
-        self.masks = traits.has_left or traits.has_right or traits.varlen
+        self.masks = traits.has_left or traits.has_right
 
     @cute.jit
     def own_keys(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, wg: Int32):
@@ -86,16 +85,21 @@ class Keys:
         c.dK.fill(0.0)
         c.dV.fill(0.0)
         cute.arch.mbarrier_wait(shared.kv_barrier, 0)
+        first_key = (work.block * self.wgs + wg) * KEYS
+        self._clear_rows(shared.sK[None, None, wg], first_key, work.extent.seqlen_k, wg)
+        self._clear_rows(shared.sV[None, None, wg], first_key, work.extent.seqlen_k, wg)
         if num_steps > 0:
             shared.q_ring.wait_full(Int32(0))
+            self._clear_q(c, shared, work, work.first, Int32(0))
         self._issue_scores(c, shared, Int32(0))
         warpgroup.wait_group(0)
         block = work.first
         for step in cutlass.range(num_steps, unroll=1):
-            self._step(c, mask, shared, work, block, step, step + 1 < num_steps)
-            block += 1
-            if block == work.queries.end:
-                block = work.queries.begin
+            following = block + 1
+            if following == work.queries.end:
+                following = Int32(work.queries.begin)
+            self._step(c, mask, shared, work, (block, following), step, step + 1 < num_steps)
+            block = following
         warpgroup.wait_group(0)
         self._store(tensors, scalars, shared, work, c, num_steps)
 
@@ -134,7 +138,6 @@ class Keys:
         return TransposedMask(
             key=first + thread // 32 * 16 + thread % 32 // 4,
             lane_column=2 * (thread % 4),
-            seqlen_k=work.extent.seqlen_k,
             shift=work.extent.seqlen_k - work.extent.seqlen_q,
             left=scalars.window_left if self.traits.has_left else None,
             right=scalars.window_right if self.traits.has_right else None,
@@ -148,15 +151,17 @@ class Keys:
     @cute.jit
     def _step(
         self, c: KeyOwner, mask: TransposedMask, shared: Shared, work: Work,
-        block: Int32, step: Int32, more: Boolean,
+        blocks: tuple, step: Int32, more: Boolean,
     ):  # fmt: skip
-        """One block of queries, whose S^T is under way. At its end the next one's S^T is issued
-        (on whatever the stage holds, where there is none: a branch around it would make ptxas wait
-        after every product)."""
+        """One block of queries, blocks[0], whose S^T is under way. At its end S^T of the next one,
+        blocks[1], is issued (on whatever the stage holds, where there is none: a branch around it
+        would make ptxas wait after every product)."""
         stage = shared.do_ring.stage(step)
         statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
-        self._probabilities(c, mask, statistics, work, block)
+        self._probabilities(c, mask, statistics, work, blocks[0])
         shared.do_ring.wait_full(step)
+        first_row = blocks[0] * self.config.block_q
+        self._clear_rows(shared.sdO[None, None, stage], first_row, work.extent.seqlen_q, c.wg)
         # Waiting here and not where dS is stored: LLVM would move dS's arithmetic behind this loop,
         # that is behind the start of the next products, and ptxas would then serialise them.
         shared.ds_ring.wait_empty(step)
@@ -172,6 +177,7 @@ class Keys:
         _multiply(dk, c.dK, c.P, c.tQ_columns[None, None, None, q_stage], False)
         if more:
             shared.q_ring.wait_full(step + 1)
+            self._clear_q(c, shared, work, blocks[1], step + 1)
         self._issue_scores(c, shared, step + 1)
         warpgroup.wait_group(1)
         release(shared.q_ring, step)
@@ -200,11 +206,27 @@ class Keys:
                 packed[e // 2] = ptx.pack(low, high, self.dtype)
 
     def _needs_mask(self, work: Work, block: Int32):
-        needed = (block < work.queries.full_begin) | (block >= work.queries.full_end)
-        if self.traits.varlen:
-            past = (work.block + 1) * keys_per_block(self.config) > work.extent.seqlen_k
-            needed = needed | past
-        return needed
+        return (block < work.queries.full_begin) | (block >= work.queries.full_end)
+
+    @cute.jit
+    def _clear_rows(self, tile: cute.Tensor, first_row: Int32, length: Int32, wg: Int32):
+        """Zero the rows of a tile [rows, D] that lie behind a packed sequence's end: TMA brings
+        what follows in memory, perhaps NaN, and 0 * NaN is NaN. Every warpgroup that reads the
+        tile writes the same zeros first."""
+        if cutlass.const_expr(self.traits.varlen):
+            rows, dim = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+            if first_row + rows > length:
+                kept = cutlass.max(length - first_row, 0)
+                thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+                for i in cutlass.range(thread, (rows - kept) * dim, WARPGROUP_THREADS, unroll=1):
+                    tile[kept + i // dim, i % dim] = self.dtype(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                group_barrier(wg)
+
+    @cute.jit
+    def _clear_q(self, c: KeyOwner, shared: Shared, work: Work, block: Int32, step: Int32):
+        tile = shared.sQ[None, None, shared.q_ring.stage(step)]
+        self._clear_rows(tile, block * self.config.block_q, work.extent.seqlen_q, c.wg)
 
     @cute.jit
     def _score_gradients(self, c: KeyOwner, statistics):

@@ -14,8 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 MINUS_INFINITY = float("-inf")
-EVERY_COLUMN = 1 << 16
-"""Beyond every column of a tile."""
 
 
 def accumulator_row(element: int) -> int:
@@ -71,7 +69,6 @@ class TransposedMask:
     """The thread's first key; its second is 8 further down."""
     lane_column: Int32
     """2 * (lane % 4)."""
-    seqlen_k: Int32
     shift: Int32
     """T - S."""
     left: Any
@@ -87,7 +84,6 @@ class TransposedMask:
             begin = Int32(0)
             if cutlass.const_expr(self.right is not None):
                 begin = diagonal - self.right
-            begin = cutlass.select_(key < self.seqlen_k, begin, Int32(EVERY_COLUMN))
             for e in cutlass.range_constexpr(cute.size(scores)):
                 if cutlass.const_expr(accumulator_row(e) == r):
                     column = accumulator_column(e)
