@@ -5,9 +5,10 @@
 
 Meaning and layouts: problem.py. Numerics: 16-bit operands, fp32 sums and softmax, P rounded to the
 inputs' dtype before P V; exponentials good to 2 ulp. Backward: P and dS rounded to the inputs'
-dtype, dQ summed in fp32 by atomic additions, whose order changes its last bits from call to call;
-dK and dV are bitwise repeatable. Which problems it takes and with which tiles: cute_sm90_config.py
-and cute_sm90_backward_config.py. Compiled code is kept in the user cache (cute/library.py).
+dtype, dQ summed in fp32 by atomic additions, whose order changes its last bits from call to call
+unless options.deterministic orders them; dK and dV are bitwise repeatable. Which problems it takes
+and with which tiles: cute_sm90_config.py and cute_sm90_backward_config.py. Compiled code is kept in
+the user cache (cute/library.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
     backward_traits,
+    run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as backward_section,
@@ -109,7 +111,7 @@ def backward(
         direction="bwd",
         deterministic=options.deterministic,
     )
-    kernel, section, config = _backward_plan(problem, q.device.index)
+    kernel, section, together, config = _backward_plan(problem, q.device.index)
     # Packed: rows behind the last sequence belong to no tile.
     new = torch.zeros_like if problem.varlen else torch.empty_like
     dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -120,6 +122,9 @@ def backward(
         torch.empty((tiles, problem.heads, words), dtype=torch.float32, device=q.device)
         for words in (ROW_STATISTICS * config.block_q, config.block_q * padded(problem.head_dim))
     )
+    turns = None
+    if options.deterministic:
+        turns = torch.empty((tiles, problem.heads, 1), dtype=torch.int32, device=q.device)
     left, right = window(options)
     with torch.cuda.device(q.device), tvm_ffi.use_torch_stream():
         kernel(
@@ -133,7 +138,7 @@ def backward(
             dv,
             statistics,
             dq_sum,
-            None,
+            turns,
             options.softmax_scale,
             options.softcap,
             left,
@@ -142,6 +147,7 @@ def backward(
             problem.seqlen_q,
             problem.seqlen_k,
             0 if dlse is None else 1,
+            together,
         )
     dsinks = None
     if extras.sinks_H is not None:
@@ -257,12 +263,13 @@ def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], 
 @functools.lru_cache(maxsize=1024)
 def _backward_plan(
     problem: AttentionProblem, device: int
-) -> tuple[Callable[..., None], int, BackwardConfig]:
-    """(kernel, key/value heads of a section, tile) of a shape."""
+) -> tuple[Callable[..., None], int, int, BackwardConfig]:
+    """(kernel, key/value heads of a section, whether a head's blocks run at once, tile)."""
     arch = _arch(device)
     config = backward_config(problem, arch)
     kernel = library.kernel(backward_traits(problem), config)
-    return kernel, backward_section(problem, arch), config
+    together = int(run_together(problem, config, arch))
+    return kernel, backward_section(problem, arch), together, config
 
 
 @functools.cache

@@ -168,10 +168,18 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig]:
     return [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
 
 
+def run_together(problem: AttentionProblem, config: BackwardConfig, arch: Arch) -> bool:
+    """Whether all blocks of keys of a head are on the device at once: one a multiprocessor, and
+    numbered one after the other. A deterministic backward may then let each wait for any other."""
+    num_blocks = -(-problem.seqlen_k // keys_per_block(config))
+    return problem.deterministic and not problem.varlen and num_blocks <= arch.num_units
+
+
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
     """Key/value heads whose queries, output gradients and fp32 dQ stay in L2 together: a power of
-    two; 1 where all blocks of a head are equally long."""
-    if not (problem.causal or problem.window_right is not None or problem.window_left is not None):
+    two; 1 where all blocks of a head are equally long, or must run one head after the other."""
+    bounded = problem.window_right is not None or problem.window_left is not None
+    if problem.deterministic or not (problem.causal or bounded):
         return 1
     row_bytes = itemsize_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v)
     row_bytes += 4 * problem.head_dim
@@ -189,8 +197,6 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return why
     if problem.softcap > 0:
         return "no backward with softcap"
-    if problem.deterministic:
-        return "no deterministic backward"
     traits = backward_traits(problem)
     if all(why_invalid(config, traits) for config in _candidates(traits)):
         return f"no backward tile for head dims {problem.head_dim}, {problem.head_dim_v}"

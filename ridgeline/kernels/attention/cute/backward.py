@@ -95,6 +95,7 @@ class Backward:
         longest_q: Int32,
         longest_k: Int32,
         has_dlse: Int32,
+        together: Int32,
         stream,
     ):
         """q, dq [B, S, H, D]; k, dk [B, T, G, D]; v, dv [B, T, G, V]; o, dout [B, S, H, V];
@@ -123,7 +124,9 @@ class Backward:
             num_batches,
             layouts,
         )
-        scalars = Scalars(softmax_scale, softcap, window_left, window_right, heads_per_section)
+        scalars = Scalars(
+            softmax_scale, softcap, window_left, window_right, heads_per_section, together
+        )
         order = self._order(tensors, scalars)
         num_blocks = order.num_tiles()
         if cutlass.const_expr(packed):
@@ -226,7 +229,7 @@ class Backward:
             cute.arch.setmaxregister_decrease(other_registers)
             work = self._work(tensors, scalars)
             if self._exists(work):
-                self.queries.serve(tensors, shared, work)
+                self.queries.serve(tensors, scalars, shared, work)
         else:
             cute.arch.setmaxregister_increase(key_registers)
             work = self._work(tensors, scalars)
@@ -280,7 +283,10 @@ class Backward:
         if cutlass.const_expr(not (self.traits.has_left or self.traits.has_right)):
             # Without a mask all blocks of a head would walk in step and add to the same rows of dQ
             # at the same time; so they start apart.
-            first = block * queries.end // tensors.num_key_blocks
+            num_blocks = (extent.seqlen_k + block_k - 1) // block_k
+            first = block * queries.end // num_blocks
+            if cutlass.const_expr(self.traits.deterministic):
+                first = cutlass.select_(scalars.together != 0, first, Int32(0))
         return Work(block, head, batch, extent, queries, group, first)
 
     @cute.jit

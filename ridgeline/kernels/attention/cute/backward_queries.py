@@ -12,8 +12,15 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
-from ridgeline.kernels.attention.cute.backward_types import Globals, Products, Shared, Work
-from ridgeline.kernels.attention.cute.forward import tma_pair
+from ridgeline.kernels.attention.cute.backward_types import (
+    Globals,
+    Products,
+    Scalars,
+    Shared,
+    Work,
+)
+from ridgeline.kernels.attention.cute.blocks import Walk, turn
+from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
 from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, release
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
@@ -40,7 +47,7 @@ class Queries:
         self.products = Products(traits, config)
 
     @cute.jit
-    def serve(self, tensors: Globals, shared: Shared, work: Work):
+    def serve(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
         """The warpgroup beside the keys': loads, dQ = dS K, and its sum in global memory."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_steps = work.num_steps()
@@ -55,12 +62,14 @@ class Queries:
         for step in cutlass.range(num_steps, unroll=1):
             shared.ds_ring.wait_full(step)
             stage = shared.ds_ring.stage(step)
+            self._await_turn(tensors, scalars, work, step)
             for i in cutlass.range_constexpr(self.config.dq_parts):
                 self._issue_dq(shared, mma, dQ, stage, i)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i == self.config.dq_parts - 1):
                     release(shared.ds_ring, step)
                 self._add_dq(tensors, shared, work, dQ, step, i)
+            self._pass_turn(tensors, work, step)
             # Only now, when no accumulator is alive: it takes the registers of one.
             if warp_index == 0:
                 if step + self.config.stages < num_steps:
@@ -148,6 +157,46 @@ class Queries:
             for vector in cutlass.range_constexpr(cute.size(values) // 4):
                 four = [values[4 * vector + i] for i in range(4)]
                 ptx.add_to_global(base + 4 * WARPGROUP_THREADS * vector, *four)
+
+    @cute.jit
+    def _await_turn(self, tensors: Globals, scalars: Scalars, work: Work, step: Int32):
+        """Deterministic: until the blocks of keys that come before this one have added."""
+        if cutlass.const_expr(self.traits.deterministic):
+            head, block = work.at(step)
+            block_q, block_k = self.config.block_q, keys_per_block(self.config)
+            extent = work.extent
+            walk = Walk(
+                num_key_blocks=(extent.seqlen_k + block_k - 1) // block_k,
+                num_query_blocks=(extent.seqlen_q + block_q - 1) // block_q,
+                shift=extent.seqlen_k - extent.seqlen_q,
+                block_q=block_q,
+                block_k=block_k,
+                together=scalars.together != 0,
+                integer=DeviceInteger,
+            )
+            window = (
+                scalars.window_left if self.traits.has_left else None,
+                scalars.window_right if self.traits.has_right else None,
+            )
+            wanted = turn(work.block, block, walk, window)
+            if cute.arch.thread_idx()[0] == 0:
+                tile = work.first_tile(tensors, block_q) + block
+                counter = tensors.turns[tile, head, None].iterator
+                done = ptx.load_acquire(counter)
+                while done != wanted:
+                    done = ptx.load_acquire(counter)
+            self._other_barrier()
+
+    @cute.jit
+    def _pass_turn(self, tensors: Globals, work: Work, step: Int32):
+        if cutlass.const_expr(self.traits.deterministic):
+            head, block = work.at(step)
+            cute.arch.fence_acq_rel_gpu()
+            self._other_barrier()
+            if cute.arch.thread_idx()[0] == 0:
+                tile = work.first_tile(tensors, self.config.block_q) + block
+                counter = tensors.turns[tile, head, None].iterator
+                cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def _add_dq_bulk(self, shared: Shared, values: cute.Tensor, target, thread: Int32):

@@ -105,7 +105,7 @@ class Rows:
                     statistics[tile, head, self.block_q + row] = total
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
-                    turns[tile, head] = Int32(0)
+                    turns[tile, head, 0] = Int32(0)
             _clear(dq_sum[tile, head, None], thread)
 
     @cute.kernel

@@ -32,6 +32,8 @@ class Scalars:
     window_left: Int32
     window_right: Int32
     heads_per_section: Int32
+    together: Int32
+    """1 where all blocks of keys of a head run at once"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Globals:
     dq_sum: cute.Tensor
     """fp32 [tiles, H, block_q * D], in the order of backward_rows.py"""
     turns: Any
-    """int32 [tiles, H] or None: blocks of keys that have added to a tile of dQ"""
+    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ"""
     tiles: Tiles
     num_key_blocks: Int32
     num_batches: Int32

@@ -39,7 +39,7 @@ def _compile(traits: Traits, config: Config, options: str) -> Any:
         arguments = (*_forward_tensors(traits), *numbers, stream)
         return cute.compile(Forward(traits, config), *arguments, options=options)
     assert isinstance(traits, BackwardTraits) and isinstance(config, BackwardConfig)
-    arguments = (*_backward_tensors(traits, config), *numbers, Int32(1), Int32(0), stream)
+    arguments = (*_backward_tensors(traits, config), *numbers, Int32(1), Int32(0), Int32(0), stream)
     return cute.compile(Backward(traits, config), *arguments, options=options)
 
 
@@ -95,8 +95,8 @@ def _backward_tensors(traits: BackwardTraits, config: BackwardConfig) -> list[An
     x = _Shapes(traits)
     turns = None
     if traits.deterministic:
-        shape = (cute.sym_int32(), x.h)
-        turns = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1), assumed_align=4)
+        shape = (cute.sym_int32(), x.h, 1)
+        turns = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1, 1), assumed_align=4)
     return [
         x.tokens(x.s, x.h, x.dim_qk),
         x.tokens(x.t, x.g, x.dim_qk),

@@ -63,10 +63,11 @@ QUEUE_STAGES = 2
 
 
 class DeviceInteger:
-    """min and max of device integers, for `block_range`."""
+    """min, max and select of device integers, for blocks.py."""
 
     minimum = staticmethod(cutlass.min)
     maximum = staticmethod(cutlass.max)
+    choose = staticmethod(cutlass.select_)
 
 
 @dataclass(frozen=True)

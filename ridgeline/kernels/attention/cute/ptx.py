@@ -127,6 +127,22 @@ def add_to_global(pointer, a, b, c, d, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def load_acquire(pointer, *, loc=None, ip=None) -> Int32:
+    """A word of global memory; what its writer released is seen after it."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+            "ld.acquire.gpu.global.b32 $0, [$1];",
+            "=r,l",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
 def bulk_load(target, source, num_bytes, barrier, *, loc=None, ip=None) -> None:
     """A run of bytes (16-byte aligned, a multiple of 16) from global to shared memory by the copy
     engine; one thread issues it, the mbarrier counts the bytes."""
