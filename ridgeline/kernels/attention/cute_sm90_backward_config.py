@@ -24,8 +24,9 @@ KEYS = 64
 """Keys of a warpgroup: the M of a WGMMA."""
 REGISTER_FILE = 65536
 """32-bit registers of a multiprocessor."""
-RESERVED_REGISTERS = 16
-"""Addresses and loop state, at the least, beside accumulators."""
+RESERVED_REGISTERS = 32
+"""Addresses, loop state and statistics beside accumulators: with fewer, ptxas drops setmaxnreg or
+waits after every product."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
