@@ -50,18 +50,16 @@ LENGTHS = [5000, 82, 3000, 1500, 640, 1144, 128, 1024, 333, 800, 1700, 600, 233,
 SAME_FLOPS = (6, 2688)
 """Batch and length of dense sequences with 1.006 times the FLOPs of LENGTHS."""
 PACKED = [(128, "causal"), (64, "causal"), (128, "full")]
-DECODE = [
-    # batch, keys, page, queries
-    (1, 8192, 0, 1),
-    (8, 8192, 0, 1),
-    (1, 131072, 0, 1),
-    *(
-        (b, n, page, q)
-        for q in (1, 8)
+LONG, MANY = (32, 8192), (128, 2048)
+DECODE = {
+    # name -> (batch, keys), page, queries
+    "few": [((1, 8192), 0, 1), ((8, 8192), 0, 1), ((1, 131072), 0, 1)],
+    **{
+        f"{page or 'contiguous'}-{queries}": [(LONG, page, queries), (MANY, page, queries)]
+        for queries in (1, 8)
         for page in (0, 16, 256)
-        for b, n in ((32, 8192), (128, 2048))
-    ),
-]
+    },
+}
 Run = Callable[[], Any]
 Cell = Callable[[], dict[str, Run]]
 
@@ -338,29 +336,29 @@ def decode_inputs(batch, keys, page, queries):
     return plan.inputs_of(q, k, v, options_of(dim, "causal"), extras)
 
 
-def decode_cell():
-    """Every decode cell, one after the other; each kernel compiled before."""
-    for cell in dict.fromkeys((1, 256, page, queries) for _, _, page, queries in DECODE):
-        decode_graph(decode_inputs(*cell))
+def decode_cell(name):
+    """The decode cells of one kind, as CUDA graphs."""
+    found = []
+    for (batch, keys), page, queries in DECODE[name]:
+        found.append((batch, keys, page, queries, *decode_graph(batch, keys, page, queries)))
 
     def measure(timer):
-        for batch, keys, page, queries in DECODE:
-            x = decode_inputs(batch, keys, page, queries)
-            run, chosen = decode_graph(x)
+        for batch, keys, page, queries, run, chosen, _ in found:
             us = timer({"triton": run})["triton"]
             work = 2.0 * 2 * batch * keys * 8 * 128
             shape = shape_of(batch, queries, keys, 32, 8, 128, "causal", page_size=page or None)
             more = {"tile": asdict(chosen), "timing": "cuda graph"}
             rate = emit("triton", "decode", shape, us, work, **more)
             median = us[len(us) // 2]
-            name = f"decode {batch} x {keys} page {page} queries {queries}"
-            print(f"{name}: {median:.1f} us {rate:.2f} TB/s x{chosen.num_splits}", flush=True)
+            cell = f"decode {batch} x {keys} page {page} queries {queries}"
+            print(f"{cell}: {median:.1f} us {rate:.2f} TB/s x{chosen.num_splits}", flush=True)
 
     return measure
 
 
-def decode_graph(x):
-    """(the decode launches as a CUDA graph, their config)."""
+def decode_graph(*cell):
+    """(the decode launches as a CUDA graph, their config, what must stay alive)."""
+    x = decode_inputs(*cell)
     chosen = tiles.decode_config(plan.problem_of(x, "fwd"), detect(x.q.device))
     found = ours.plan_decode(x, *ours.forward_outputs(x, cleared=True), chosen)
     for launch in found:
@@ -370,12 +368,12 @@ def decode_graph(x):
     with torch.cuda.graph(graph):
         for launch in found:
             launch.run()
-    return graph.replay, chosen
+    return graph.replay, chosen, (x, found)
 
 
 def cells():
     """Name -> what prepares it, in the order of measurement."""
-    found: dict[str, Any] = {"decode": decode_cell}
+    found: dict[str, Any] = {f"decode-{name}": partial(decode_cell, name) for name in DECODE}
     for dim, mask in PACKED:
         found[f"packed-{dim}-{mask}"] = partial(packed_cell, dim, mask)
     for dim, seqlen, mask in DENSE:
@@ -386,7 +384,7 @@ def cells():
 def child(name, reps):
     """Prepare a cell, say so, wait for the word, measure."""
     measure = cells()[name]()
-    timer = Timer(reps if name != "decode" else 2 * reps)
+    timer = Timer(2 * reps if name.startswith("decode") else reps)
     torch.cuda.synchronize()
     print("READY", flush=True)
     if sys.stdin.readline().strip() == "GO":
