@@ -188,7 +188,7 @@ def peers(seqlen, mask):
     found = {f"flexattention ({torch_name})": flex(seqlen, mask)}
     if mask != "window":
         found[f"flashattention-2 ({torch_name} sdpa)"] = backend(SDPBackend.FLASH_ATTENTION)
-        cudnn = torch.backends.cudnn.version()
+        cudnn = torch.backends.cudnn.version() or 0
         found[f"cudnn {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100} (sdpa)"] = backend(
             SDPBackend.CUDNN_ATTENTION
         )
@@ -373,11 +373,13 @@ def decode_graph(*cell):
 
 def cells():
     """Name -> what prepares it, in the order of measurement."""
-    found: dict[str, Any] = {f"decode-{name}": partial(decode_cell, name) for name in DECODE}
-    for dim, mask in PACKED:
-        found[f"packed-{dim}-{mask}"] = partial(packed_cell, dim, mask)
+    found: dict[str, Any] = {}
     for dim, seqlen, mask in DENSE:
         found[f"dense-{dim}-{seqlen}-{mask}"] = partial(dense_cell, dim, seqlen, mask)
+    for name in DECODE:
+        found[f"decode-{name}"] = partial(decode_cell, name)
+    for dim, mask in PACKED:
+        found[f"packed-{dim}-{mask}"] = partial(packed_cell, dim, mask)
     return found
 
 
@@ -434,7 +436,7 @@ class Cells:
         """Lines that a cell prints while it measures."""
         process = self.processes[name]
         out, _ = process.communicate("GO\n")
-        return out.splitlines()
+        return (out or "").splitlines()
 
     def stop(self):
         """End what still waits."""
