@@ -1,7 +1,7 @@
 """W4A16 on Hopper: the host side of the two CuTe DSL kernels over the one packed layout.
 
-Up to 16 rows: cute_decode (bound by the bytes of the packed weight). Above: cute_matmul (WGMMA with
-the weights as the register operand). `batch_invariant`: cute_decode for any number of rows, 16 at a
+Up to 8 rows, and up to 16 of all but large layers: cute_decode (bound by the bytes of the packed
+weight). Else cute_matmul (WGMMA with the weights as the register operand). `batch_invariant`: cute_decode for any number of rows, 16 at a
 time, with one split of K whatever their number, so a row's bits depend on that row alone.
 
 Kernels are compiled once per config and kept in the user cache (cute_library).
@@ -25,6 +25,7 @@ from ridgeline.kernels.w4a16.config import (
     decode_launch,
     matmul_launch,
     traits_of,
+    uses_decode,
 )
 from ridgeline.kernels.w4a16.layout import PackedW4, from_tensors, gather_inputs, pack, to_tensors
 from ridgeline.kernels.w4a16.prepared import Prepared
@@ -67,7 +68,7 @@ def forward(
     out_MN = act_MK.new_empty(M, packed.n + -packed.n % 8)[:, : packed.n]
     bias_N = bias_N.contiguous() if bias_N is not None else None
     with torch.cuda.device(act_MK.device):
-        if M > DECODE_ROWS and not batch_invariant:
+        if not batch_invariant and not uses_decode(M, packed.n_padded, packed.k_padded):
             matmul(act_MK, packed, bias_N, out_MN, counters)
         else:
             for first in range(0, M, DECODE_ROWS):
@@ -157,6 +158,7 @@ def matmul(
         zero if zero is not None else packed.word_TCrli.view(torch.uint8).view(T, -1),
         out_MN,
         _address(bias_N),
+        out_MN.data_ptr(),
         workspace.data_ptr(),
         counters.data_ptr(),
         launch.waves,
@@ -169,7 +171,7 @@ def kernels_for(traits: Traits, n: int, k: int, rows: range, sms: int) -> set:
     """Configs that a layer can ask for with these numbers of rows (to compile them ahead)."""
     found = set()
     for m in rows:
-        if m <= DECODE_ROWS:
+        if uses_decode(m, n, k):
             found.add(decode_launch(traits, m, n, k, sms, False).config)
         else:
             found.add(matmul_launch(traits, m, n, k, sms).config)
