@@ -37,15 +37,18 @@ class Traits:
     symmetric: bool
     packed_group: int
     """0 for one scale along K."""
+    silu_mul: bool = False
+    """Rows g are gates, rows g + 8 ups: the output is silu(gate) * up."""
 
 
-def traits_of(packed: PackedW4, dtype: torch.dtype) -> Traits:
+def traits_of(packed: PackedW4, dtype: torch.dtype, silu_mul: bool = False) -> Traits:
     """Traits of a packed weight under activations of a dtype."""
     return Traits(
         kind=KIND[str(dtype).removeprefix("torch.")],
         scale=SCALE_KIND[str(packed.scale_TRgj.dtype).removeprefix("torch.")],
         symmetric=packed.symmetric,
         packed_group=0 if packed.per_channel else packed.packed_group,
+        silu_mul=silu_mul,
     )
 
 
@@ -163,6 +166,7 @@ def _decode_candidate(
         scale=traits.scale,
         symmetric=traits.symmetric,
         packed_group=traits.packed_group,
+        silu_mul=traits.silu_mul,
         nt=1 if m <= 8 else 2,
         warps=warps,
         stages=stages,
@@ -239,8 +243,8 @@ _MATMUL_TILES = (
     _tile((32, 2, 1, 5, 2, 2), (16, 32), (3.24, 0.199, 0.236, 0.33, 0.02, 0.17, 0.19, 0.35)),
     _tile((32, 4, 1, 7, 2, 1), (16, 32), (1.28, 0.443, 0.196, 0.0, 3.35, 0.08, 6.77, 0.1)),
     _tile((64, 2, 1, 6, 1, 2), (32, 64), (2.67, 0.034, 0.362, 0.11, 0.0, 0.04, 2.39, 0.58)),
-    _tile((64, 4, 1, 5, 2, 1), (32, 64), (0.65, 0.38, 0.273, 0.34, 0.34, 0.64, 17.2, 0.99)),
-    _tile((128, 2, 1, 7, 1, 1), (64, _MANY), (3.0, 0.515, 0.174, 0.76, 2.79, 0.05, 7.21, 0.17)),
+    _tile((64, 4, 1, 5, 2, 1), (32, 64), (0.65, 0.38, 0.273, 0.34, 2.0, 0.64, 17.2, 0.99)),
+    _tile((128, 2, 1, 7, 1, 1), (64, _MANY), (3.0, 0.55, 0.174, 0.76, 2.79, 0.05, 7.21, 0.17)),
     _tile((128, 2, 2, 6, 1, 1), (64, _MANY), (0.56, 0.873, 0.475, 0.13, 38.7, 0.32, 13.1, 0.54)),
     _tile((256, 2, 1, 4, 1, 1), (128, _MANY), (0.05, 0.732, 0.622, 0.0, 8.0, 1.36, 34.0, 1.36)),
 )
@@ -283,6 +287,7 @@ def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | 
             scale=traits.scale,
             symmetric=traits.symmetric,
             packed_group=traits.packed_group,
+            silu_mul=traits.silu_mul,
             block_m=tile.block_m,
             consumers=tile.consumers,
             row_mmas=tile.row_mmas,
@@ -338,6 +343,7 @@ def traits_for(problem: W4A16Problem) -> Traits:
         scale=SCALE_KIND[problem.scale_dtype],
         symmetric=problem.symmetric,
         packed_group=0 if problem.group_size >= problem.k else problem.group_size,
+        silu_mul=problem.silu_mul,
     )
 
 

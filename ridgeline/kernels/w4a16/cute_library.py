@@ -32,6 +32,7 @@ from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 
 ARCHITECTURE = "sm_90a"
 RUNTIME = "libcute_dsl_runtime.so"
+_SOURCES = ("tiles.py", "cute_decode.py", "cute_matmul.py", "cute_epilogue.py", "cute_ptx.py")
 _TRACERS = {
     DecodeConfig: "ridgeline.kernels.w4a16.cute_decode",
     MatmulConfig: "ridgeline.kernels.w4a16.cute_matmul",
@@ -43,7 +44,7 @@ def cache_folder() -> Path:
     """Where this version of the kernels is kept."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("tiles.py", "cute_decode.py", "cute_matmul.py", "cute_ptx.py"):
+    for name in _SOURCES:
         digest.update((here / name).read_bytes())
     return env.cache_dir() / "cute" / f"w4a16-{ARCHITECTURE}-{digest.hexdigest()[:16]}"
 

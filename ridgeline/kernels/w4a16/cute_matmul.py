@@ -1,19 +1,20 @@
-"""W4A16 for many rows (M > 16) on Hopper: packed weights as the register operand of WGMMA.
+"""W4A16 for more rows on Hopper: packed weights as the register operand of WGMMA.
 
     out[m, n] = sum_k act[m, k] * round(scale[n, g(k)] * (code[n, k] - zero[n, g(k)]))  (+ bias[n])
 
-A tile is 128 or 256 outputs x 32 to 256 rows. One producer warp brings stages of 64 inputs by TMA:
-activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or four
-consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of a stage are one 128-bit load
-(layout.py); it turns them into operand registers, exactly (q - zero), then one rounding by the
-scale, while the product of the stage before runs: two sets of operand registers alternate.
+A tile is 128 or 256 outputs x 16 to 256 rows. One producer warp brings stages of 64 or 128 inputs
+by TMA: activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or
+four consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of 64 inputs are one
+128-bit load (layout.py); it turns them into operand registers while the product before runs: two
+sets of operand registers alternate. Weights are rounded once (`decode_step`).
 
-Bytes a tile and stage: block_n 32 of codes, block_m 128 of activations. Bound by the tensor cores
-above some 128 rows, by the re-reading of activations from L2 below (hence 256 outputs a tile).
+Bytes a tile and 64 inputs: block_n 32 of codes, block_m 128 of activations. Bound by the tensor
+cores above some 128 rows; below by issue slots and by the re-reading of activations from L2.
 
 Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
 equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
-that finishes last, so results do not depend on timing.
+that finishes last, so results do not depend on timing. Or the blocks of a cluster have a part of K
+of one tile each and add their sums, in the order of k, in each other's shared memory.
 
 Scales of another dtype than the activations are used as a sum of two (high and low part, one fma),
 so that a weight is still rounded once.
@@ -28,6 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16.cute_epilogue import load_bias, write_rows
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 from ridgeline.kernels.w4a16.tiles import MatmulConfig
 
@@ -369,7 +371,6 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
     atom, source, target, tile_smem = store
     wg, warp, lane = place
     row0, out0 = corner
-    has_bias = Int32(bias != 0)
     for mi in cutlass.range_constexpr(cfg.row_mmas):
         region = wg * cfg.store_regions + mi % cfg.store_regions
         if cutlass.const_expr(mi % cfg.store_regions == 0):
@@ -377,8 +378,7 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             wait_group_of(wg)
         n = out0 + (wg * cfg.row_mmas + mi) * 64 + warp * 16 + lane // 4
-        low = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, has_bias & Int32(n < N))
-        high = ptx.load_narrow(bias + Int64(n + 8) * 2, cfg.kind, has_bias & Int32(n + 8 < N))
+        low, high = load_bias(bias, n, N, cfg), load_bias(bias, n + 8, N, cfg)
         # matrix lane // 8: outputs 16 warp + 8 (matrix % 2), rows 8 (matrix // 2) of 16
         at = tile_smem + region * (cfg.block_m * 128) + (lane % 8 + (lane // 16) * 8) * 128
         at = at + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
@@ -446,17 +446,23 @@ def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr
 
 
 @cute.jit
-def write_fragment(v, n, m, dst, cfg: cutlass.Constexpr):
-    """Bias, rounding and the store of a lane's part of 16 outputs x 8 rows: outputs n and n + 8 of
-    rows m and m + 1."""
+def write_fragment(values, f: cutlass.Constexpr, place, corner, dst, cfg: cutlass.Constexpr):
+    """Store a lane's part of the f-th 16 outputs x 8 rows of its warp."""
     bias, N, out, M, stride = dst
-    for hr in cutlass.range_constexpr(2):
-        at = n + 8 * hr
-        added = ptx.load_narrow(bias + Int64(at) * 2, cfg.kind, Int32(at < N) & Int32(bias != 0))
-        for e in cutlass.range_constexpr(2):
-            where = out + (Int64(m + e) * stride + at) * 2
-            value = v[2 * hr + e] * cfg.weight_factor + added
-            ptx.store_narrow(where, value, cfg.kind, Int32(at < N) & Int32(m + e < M))
+    wg, warp, lane = place
+    region = wg * cfg.row_mmas + f // (cfg.block_m // 8)
+    m = corner[0] + f % (cfg.block_m // 8) * 8 + 2 * (lane % 4)
+    scaled = [value * cfg.weight_factor for value in values]
+    write_rows(scaled, corner[1] + region * 64 + warp * 16, lane, m, (out, bias, M, N, stride), cfg)
+
+
+@cute.jit
+def write_direct(acc, place, corner, dst, cfg: cutlass.Constexpr):
+    """Store a tile straight from registers."""
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        mi, group = f // (cfg.block_m // 8), f % (cfg.block_m // 8)
+        values = [acc[mi][4 * group + e] for e in range(4)]
+        write_fragment(values, f, place, corner, dst, cfg)
 
 
 @cute.jit
@@ -480,10 +486,7 @@ def finish_cluster(acc, place, rank, received, corner, dst, cfg: cutlass.Constex
             for part in cutlass.range_constexpr(1, cfg.cluster):
                 values = ptx.lds128f(at + part * share)
                 total = [total[e] + values[e] for e in range(4)]
-            region = wg * cfg.row_mmas + f // per_mma
-            n = corner[1] + region * 64 + warp * 16 + lane // 4
-            m = corner[0] + (f % per_mma) * 8 + 2 * (lane % 4)
-            write_fragment(total, n, m, dst, cfg)
+            write_fragment(total, f, place, corner, dst, cfg)
 
 
 @cute.jit
@@ -537,7 +540,10 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
             if end - begin < steps:
                 complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
             if complete != 0:
-                write_tile(flat, place, store, corner, dst, cfg)
+                if cutlass.const_expr(cfg.silu_mul):
+                    write_direct(flat, place, corner, dst, cfg)
+                else:
+                    write_tile(flat, place, store, corner, dst, cfg)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -574,8 +580,8 @@ def matmul_kernel(
     tma: tuple, tensors: tuple, layout_act: cute.ComposedLayout, pointers: tuple, sizes: tuple,
     cfg: cutlass.Constexpr,
 ):  # fmt: skip
-    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, out, workspace, counters);
-    sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of out)."""
+    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, out, workspace,
+    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of out)."""
     bias, out, workspace, counters = pointers
     M, N, blocks_n, chunks, waves, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
@@ -690,8 +696,8 @@ def launch_matmul(
         layout,
         (bias, out_at, workspace, counters),
         (
-            act.shape[0], out.shape[1], words.shape[0], words.shape[1] // 256, waves,
-            Int32(out.stride[0]),
+            act.shape[0], out.shape[1] * (1 + cfg.silu_mul), words.shape[0],
+            words.shape[1] // 256, waves, Int32(out.stride[0]),
         ),
         cfg,
     ).launch(

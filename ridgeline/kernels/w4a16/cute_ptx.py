@@ -297,6 +297,16 @@ def load_narrow(address, kind, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def silu(value, *, loc=None, ip=None):
+    """x / (1 + exp(-x)) in fp32, to some 1e-6."""
+    text = (
+        "{\n .reg .f32 t;\n mul.f32 t, $1, 0fBFB8AA3B;\n ex2.approx.f32 t, t;\n"
+        " add.f32 t, t, 0f3F800000;\n div.full.f32 $0, $1, t;\n}"
+    )
+    return Float32(_pure(T.f32(), [_f32(value, loc, ip)], text, "=f,f", loc, ip))
+
+
+@dsl_user_op
 def stg128f(address, values, *, loc=None, ip=None):
     """Store four floats to global memory (L2)."""
     operands = [_i64(address, loc, ip)] + [_f32(v, loc, ip) for v in values]

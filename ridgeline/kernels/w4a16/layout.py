@@ -177,6 +177,31 @@ def unpack(packed: PackedW4) -> QuantizedWeight:
     )
 
 
+def interleave(weight: QuantizedWeight) -> QuantizedWeight:
+    """Rows of a fused gate-up pair as the Hopper kernels' silu_mul epilogue wants them: 8 gates,
+    then their 8 ups.
+
+    Each half is padded to a multiple of 8 rows with scale 0. The bias is left out: it is given to
+    `forward` in the original order.
+    """
+    half = weight.shape_nk[0] // 2
+    rows = torch.arange(half, device=weight.code_NK.device)
+    rows = torch.nn.functional.pad(rows, (0, -half % 8), value=-1).view(-1, 1, 8)
+    order = torch.cat((rows, torch.where(rows >= 0, rows + half, -1)), 1).flatten()
+
+    def pick(table: torch.Tensor) -> torch.Tensor:
+        found = table[order.clamp_min(0)]
+        return torch.where((order >= 0)[:, None], found, found.new_zeros(()))
+
+    return replace(
+        weight,
+        code_NK=pick(weight.code_NK),
+        scale_NR=pick(weight.scale_NR),
+        zero_NR=None if weight.zero_NR is None else pick(weight.zero_NR),
+        bias_N=None,
+    )
+
+
 def to_tensors(packed: PackedW4) -> tuple[torch.Tensor, ...]:
     """The weight as a tuple of tensors of one device: words, scales, zeros, sources, group mark.
 

@@ -24,7 +24,7 @@ class DecodeConfig:
     packed_group: int
     """32, 64, 128, 256, or 0 for one scale along K."""
     nt: int
-    """Columns of 8 rows of activations: M <= 8 nt; 1, 2 or 4."""
+    """Columns of 8 rows of activations: M <= 8 nt; 1 or 2."""
     warps: int
     """Compute warps a block."""
     stages: int
@@ -34,6 +34,8 @@ class DecodeConfig:
     red_buffers: int = 2
     reducers: int = 1
     """Warps that add the compute warps' sums; tiles go to them in turn."""
+    silu_mul: bool = False
+    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
@@ -178,6 +180,8 @@ class MatmulConfig:
     cluster: int = 1
     """Blocks that share a tile, each a part of K; they add their sums in each other's shared
     memory."""
+    silu_mul: bool = False
+    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
 
     @property
@@ -243,6 +247,8 @@ class MatmulConfig:
         """Shared memory of the output: its tile, or what the cluster's other blocks send."""
         if self.cluster > 1:
             return self.cluster * -(-self.fragments // self.cluster) * 512
+        if self.silu_mul:
+            return 0
         return self.consumers * self.store_regions * self.block_m * 128
 
     @property
