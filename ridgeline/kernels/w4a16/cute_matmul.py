@@ -581,7 +581,8 @@ def matmul_kernel(
     cfg: cutlass.Constexpr,
 ):  # fmt: skip
     """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, out, workspace,
-    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of out)."""
+    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of
+    out)."""
     bias, out, workspace, counters = pointers
     M, N, blocks_n, chunks, waves, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
