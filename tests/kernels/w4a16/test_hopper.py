@@ -221,8 +221,11 @@ class TestOnHopper:
         both = act.double() @ weight.dequantize(torch.float64).T + bias.double()
         gate, up = both.chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
-        error = (forward(act, prepared, bias).double() - want).abs()
-        half_ulp = 2.0 ** (-9 if prepared.dtype == torch.bfloat16 else -12)
-        # up to 8 rows weights are exact; above they are rounded to the activations' dtype
-        noise = 1e-5 if m <= 8 else 4 * half_ulp
-        assert (error <= 1.02 * half_ulp * want.abs() + noise * want.abs().max()).all()
+        out = forward(act, prepared, bias)
+        if m <= 8:
+            # exact weights: the bits of the exact result but where it lies next to a tie; another
+            # rounding before the product would change every fourth
+            assert (out != want.to(out.dtype)).double().mean() < 0.02
+        unit = 2.0 ** (-8 if prepared.dtype == torch.bfloat16 else -11)
+        limit = 1.02 * unit * want.abs() + 2 * unit * want.abs().max()
+        assert ((out.double() - want).abs() <= limit).all()
