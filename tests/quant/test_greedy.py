@@ -12,7 +12,12 @@ from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.generate import SamplingConfig, generate_ids
-from ridgeline.quant.linear import QuantizedLinear, quantized_linears, replace_linears
+from ridgeline.quant.linear import (
+    QuantizedLinear,
+    prepare_linears,
+    quantized_linears,
+    replace_linears,
+)
 
 CONFIG = DecoderConfig(
     vocab_size=104,
@@ -74,6 +79,12 @@ def test_on_a_cpu(dtype: torch.dtype) -> None:
 def test_on_a_gpu(impl: str) -> None:
     model = quantized_decoder(impl, torch.float16, "cuda")
     assert tokens_of(model) == reference_tokens()
+    prepare_linears(model)
+    released = [linear.qweight.numel() == 0 for _, linear in quantized_linears(model)]
+    assert all(released) and tokens_of(model) == reference_tokens()
+    stored = quantized_decoder("ref", torch.float16).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu(), stored[name]), name
     chosen = {linear.prepare().impl for _, linear in quantized_linears(model)}
     hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("tvm_ffi")
     assert chosen == {"cute_sm90" if impl == "auto" and hopper else "triton"}

@@ -18,7 +18,7 @@ import torch
 from ridgeline.core import arch as arches
 from ridgeline.core.errors import unsupported
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.kernels.w4a16 import cute_library
+from ridgeline.kernels.w4a16 import cute_library, layout
 from ridgeline.kernels.w4a16.config import (
     DECODE_ROWS,
     DecodeLaunch,
@@ -74,6 +74,11 @@ def _check_scales(packed: PackedW4) -> None:
             "a bf16 scale beyond",
             "pass impl='triton'",
         )
+
+
+def restore_codes(prepared: Prepared) -> torch.Tensor:
+    """code_NK of the weight that was prepared (without silu_mul, which reorders rows)."""
+    return layout.restore_codes(prepared.tensors, n=prepared.n, k=prepared.k)
 
 
 def forward(
