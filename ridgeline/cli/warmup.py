@@ -21,7 +21,13 @@ from ridgeline.core.arch import Arch
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.kernels.attention.cute_sm90_backward_config import refuses as why_no_backward
 from ridgeline.kernels.attention.problem import AttentionProblem
-from ridgeline.kernels.w4a16.config import DECODE_ROWS, decode_launch, matmul_launch, traits_for
+from ridgeline.kernels.w4a16.config import (
+    DECODE_ROWS,
+    decode_launch,
+    matmul_launch,
+    traits_for,
+    uses_decode,
+)
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
@@ -196,7 +202,7 @@ def layer_kernels(problem: W4A16Problem, arch: Arch) -> set[Any]:
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
     found: set[Any] = {decode_launch(traits, DECODE_ROWS, n, k, arch.num_units, True).config}
     for m in _ROWS:
-        if m <= DECODE_ROWS:
+        if uses_decode(m, n, k):
             found.add(decode_launch(traits, m, n, k, arch.num_units, False).config)
         else:
             found.add(matmul_launch(traits, m, n, k, arch.num_units).config)
