@@ -55,9 +55,10 @@ FLAGS = {
     "--micro-batch-samples --seed --tolerance --device",
     "quantize": "--model --out --text --json-field --method --bits --format --group-size "
     "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
-    "--batch-sequences --seed --skip --override --held-out --held-out-windows --max-kl "
-    "--max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
-    "--device",
+    "--batch-sequences --seed --skip --override --lm-head --no-lm-head "
+    "--target-bits --widths --held-out "
+    "--held-out-windows --max-kl --max-ppl-increase --max-shard-gb --dry-run --no-dry-run "
+    "--overwrite --no-overwrite --dtype --device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
