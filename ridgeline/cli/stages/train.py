@@ -70,12 +70,12 @@ def run(context: Context) -> Result:
     }
 
 
-def fresh_folder(parent: Path) -> Path:
-    """The stage's own folder, emptied; one without the marker is somebody else's.
+def fresh_folder(parent: Path, name: str = FOLDER) -> Path:
+    """A stage's own folder, emptied; one without the marker is somebody else's.
 
     Raises: UserError for a folder that this stage did not make, or a disk that refuses.
     """
-    folder = parent / FOLDER
+    folder = parent / name
     if folder.is_symlink() or (folder.exists() and not (folder / MARKER).is_file()):
         raise UserError(
             f"quickstart: {folder} must be a folder that quickstart made to be replaced, got one "
