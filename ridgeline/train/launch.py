@@ -1,5 +1,5 @@
-"""`train` on several processes of this machine without torchrun: for the quickstart and for trying a
-layout.
+"""`train` on several processes of this machine without torchrun: for the quickstart and to try
+a layout.
 
 They are forked from a server that has imported PyTorch and never run it, since forking a process
 that has run autograd is not safe; the server starts once and costs seconds, a rank less than one.
