@@ -21,6 +21,7 @@ from ridgeline.nn.decoder import Decoder, DecoderPart, initial_value
 from ridgeline.parallel import clip, fsdp
 from ridgeline.parallel.activations import wrap_block
 from ridgeline.parallel.boxes import Box, box_of
+from ridgeline.parallel.collectives import Group
 from ridgeline.parallel.context import ContextPlan, local_micro_batch
 from ridgeline.parallel.layout import Indices, samples_of_rank
 from ridgeline.parallel.mesh import World
@@ -341,7 +342,7 @@ def _axis(world: World) -> Axis | None:
         return None
     layout = world.layout
     return Axis(
-        group=group,
+        group=Group.of(group),
         rank=world.tp_rank,
         size=layout.tp,
         sequence_parallel=layout.sequence_parallel,

@@ -198,6 +198,7 @@ def _compiled(rank: int, layout: Layout) -> tuple[bool, int]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "layout",
     [
