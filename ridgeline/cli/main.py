@@ -1,7 +1,8 @@
 """`ridgeline <command>`: parse, run, print, and turn errors into exit codes.
 
 Exit codes: 0 done; 2 bad arguments (what a caller can cause: ValueError, TypeError,
-NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug).
+NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug);
+3 done, but a gate of the command refuses the result (quantize --max-kl).
 A command's module is imported when the command is chosen, so `ridgeline --help` imports no torch.
 """
 
@@ -32,9 +33,11 @@ COMMANDS: dict[str, str] = {
     "warmup": "Compile the Hopper kernels into the user cache, with or without a GPU.",
     "train": "Train a decoder on text files, on one process or many (torchrun).",
     "verify": "Compare a parallel layout with one process, tensor by tensor, on a tiny model.",
-    "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
+    "quantize": "Quantize a Hugging Face folder with GPTQ, AWQ or plain rounding.",
     "eval": "Perplexity of a model folder on a text file.",
     "generate": "Answer a prompt, streamed token by token.",
+    "serve": "Serve a model folder over OpenAI's API, with a chat page at /.",
+    "bench": "Load a running server and measure latencies and throughput.",
     "convert": "Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder.",
 }
 """Name and one line of each command; `ridgeline.cli.<name>` holds it."""
@@ -152,7 +155,7 @@ def _guarded(name: str, words: list[str]) -> int:
         progress.event("result", command=name, **result)
         if text := command.show(result):
             progress.say(text)
-        return DONE
+        return command.code(result)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else DONE
     except KeyboardInterrupt:

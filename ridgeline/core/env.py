@@ -5,6 +5,7 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
+RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
                        quiet_profiler)
@@ -29,6 +30,11 @@ def wheels_dir() -> Path | None:
     """A folder with wheels that the user fetched, or None."""
     own = os.environ.get("RIDGELINE_WHEELS")
     return Path(own).expanduser() if own else None
+
+
+def api_key() -> str | None:
+    """The server's key, or None; a flag would show it to everyone who can list processes."""
+    return os.environ.get("RIDGELINE_API_KEY") or None
 
 
 def child_environment(**changes: str) -> dict[str, str]:

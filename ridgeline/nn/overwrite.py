@@ -13,12 +13,18 @@ from ridgeline.nn.hf import GENERATION_CONFIG, TOKENIZER_FILES
 from ridgeline.nn.tensorfile import INDEX
 
 QUANTIZE_REPORT = "quantize_report.json"
+QUANTIZE_CSV = "quantize_report.csv"
+QUANTIZE_HTML = "quantize_report.html"
+MODEL_CARD = "README.md"
 _WRITTEN = frozenset(
     {
         *TOKENIZER_FILES,
         GENERATION_CONFIG,
         INDEX,
         QUANTIZE_REPORT,
+        QUANTIZE_CSV,
+        QUANTIZE_HTML,
+        MODEL_CARD,
         "config.json",
         "quantize_config.json",
         "quant_config.json",

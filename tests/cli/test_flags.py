@@ -53,9 +53,11 @@ FLAGS = {
     "--shape.head-dim --shape.intermediate-size --shape.vocab-size --shape.tie-embeddings "
     "--shape.no-tie-embeddings --shape.qk-norm --shape.no-qk-norm --steps --seqlen "
     "--micro-batch-samples --seed --tolerance --device",
-    "quantize": "--model --out --text --method --bits --format --group-size --symmetric "
-    "--no-symmetric --act-order --damp --sequences --sequence-tokens --seed --skip --overwrite "
-    "--no-overwrite --device",
+    "quantize": "--model --out --text --json-field --method --bits --format --group-size "
+    "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
+    "--batch-sequences --seed --skip --override --held-out --held-out-windows --max-kl "
+    "--max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
+    "--device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
