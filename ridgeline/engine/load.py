@@ -45,9 +45,12 @@ class OpenModel:
     device: torch.device
 
 
-def open_model(folder: Path | str, dtype: str = "auto", device: str = "auto") -> OpenModel:
+def open_model(
+    folder: Path | str, dtype: str = "auto", device: str = "auto", *, prepare: bool = True
+) -> OpenModel:
     """Load a folder to run it.
 
+    prepare: lay quantized layers out for their kernels now (False: whoever joins layers does it).
     dtype auto: bfloat16 on a GPU, float32 on a CPU; device auto: the GPU where there is one.
     Raises: UserError for a folder that is incomplete, foreign or damaged, a GPU that is not here.
     """
@@ -59,7 +62,7 @@ def open_model(folder: Path | str, dtype: str = "auto", device: str = "auto") ->
     tokenizer = Tokenizer(folder)
     raw = load_hf_config(folder)
     if is_quantized(folder):
-        model, weights = load_quantized(folder, run_dtype, where)
+        model, weights = load_quantized(folder, run_dtype, where, prepare=prepare)
     else:
         model = load_pretrained(folder, dtype=run_dtype, device=where)
         weights = str(raw.get("torch_dtype") or raw.get("dtype") or dtype_name(run_dtype))
@@ -95,7 +98,9 @@ def choose_dtype(name: str, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def load_quantized(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, str]:
+def load_quantized(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, prepare: bool = True
+) -> tuple[Decoder, str]:
     """The model of a quantized folder, every layer laid out for its kernel, and what it holds.
 
     Raises: UserError for a folder that is damaged or of an unknown method.
@@ -115,7 +120,8 @@ def load_quantized(folder: Path, dtype: torch.dtype, device: torch.device) -> tu
             model, layers, quantization.layout_of, dtype=dtype, stored_shape=tensors.shape
         )
         assign_weights(model, tensors, device=device)
-        prepare_linears(model)
+        if prepare:
+            prepare_linears(model)
     except (ValueError, TypeError) as error:
         raise UserError(f"checkpoint: {folder}: {error}") from error
     layout = quantization.layout

@@ -109,6 +109,16 @@ class PackedSamples:
         )
         return int(len(first) * self.seqlen - ended.sum())
 
+    def seqlens(self, indices: Sequence[int] | np.ndarray) -> list[int]:
+        """Tokens of each sequence in some samples, from the offsets alone."""
+        return [
+            length
+            for index in indices
+            for _, length, _ in self._pieces(
+                int(index) * self.seqlen, (int(index) + 1) * self.seqlen
+            )
+        ]
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
         """The samples of these indices, packed in that order."""
         tokens: list[np.ndarray] = []

@@ -1,0 +1,240 @@
+"""Where the memory of an engine goes, before anything is loaded.
+
+    weights + activations of the largest step + recorded graphs + pages of the cache <= memory
+
+Everything but the cache is estimated from shapes; what is left becomes pages, and their number says
+how many requests fit at a time. A model that does not fit is refused with what would make it fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ridgeline.core.arch import Arch, detect
+from ridgeline.core.dtypes import dtype_name, torch_dtype
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.engine.config import EngineConfig
+from ridgeline.engine.load import choose_device, choose_dtype
+from ridgeline.engine.paged import FP8, page_tokens_of
+from ridgeline.nn.config import DecoderConfig
+from ridgeline.nn.hf import load_config
+from ridgeline.nn.tensorfile import TensorFolder
+from ridgeline.quant.checkpoint import packed_layers, read_quantization
+
+GIB = 2**30
+GPU_SHARE = 0.9
+CPU_SHARE = 0.5
+GRAPH_BYTES = 96 * 2**20
+"""Of the driver and the kernels' workspaces, beside each graph's own tensors."""
+NUM_GRAPHS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The bytes of an engine and what they allow."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    memory_bytes: int
+    """That the engine may take."""
+    weights_bytes: int
+    activation_bytes: int
+    """Of the largest step, logits included."""
+    graph_bytes: int
+    kv_bytes_per_token: int
+    page_tokens: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_step_tokens: int
+    ranks: int = 1
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_tokens * self.kv_bytes_per_token
+
+    def concurrency(self, tokens: int | None = None) -> int:
+        """Requests of so many tokens (default: the longest) that fit in the cache and the batch."""
+        pages = math.ceil((tokens or self.max_model_len) / self.page_tokens)
+        return min(self.max_num_seqs, self.num_pages // max(1, pages))
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        tokens = self.num_pages * self.page_tokens
+        each = "" if self.ranks == 1 else f" (each of {self.ranks} ranks)"
+        short = min(1024, self.max_model_len)
+        return [
+            f"device       {self.device}, {_gib(self.memory_bytes)} for the engine{each}",
+            f"weights      {_gib(self.weights_bytes)} ({self.dtype} activations)",
+            f"activations  {_gib(self.activation_bytes)} for {self.max_step_tokens} tokens a step",
+            f"graphs       {_gib(self.graph_bytes)}",
+            f"KV cache     {_gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_tokens} "
+            f"tokens = {tokens:,} tokens at {self.kv_bytes_per_token / 1024:.1f} KiB "
+            f"({self.kv_dtype})",
+            f"requests     {self.concurrency()} of {self.max_model_len:,} tokens at a time, "
+            f"{self.concurrency(short)} of {short:,} (at most {self.max_num_seqs})",
+        ]
+
+
+def plan(folder: Path | str, config: EngineConfig, ranks: int = 1) -> MemoryPlan:
+    """The plan for a folder, from its config and file headers alone.
+
+    Raises: UserError for a folder that is not a model, or a model that does not fit.
+    """
+    shape = load_config(folder)
+    device = choose_device(config.device)
+    dtype = torch_dtype(choose_dtype(config.dtype, device))
+    return plan_sizes(
+        shape, _weights_bytes(Path(folder), dtype, device), dtype, device, config, ranks
+    )
+
+
+def plan_sizes(
+    shape: DecoderConfig,
+    weights_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    ranks: int = 1,
+) -> MemoryPlan:
+    """The plan for a model of known size. Raises: UserError where it does not fit."""
+    arch, on_gpu = detect(device), device.type == "cuda"
+    weights_bytes = math.ceil(weights_bytes / ranks)
+    kv_dtype = kv_dtype_of(config, dtype)
+    page_tokens = config.page_tokens or page_tokens_of(shape, dtype, device)
+    kv_bytes = _kv_bytes_per_token(shape, kv_dtype) // ranks
+    seqs, step_tokens = config.seqs(on_gpu), config.step_tokens(on_gpu)
+    activations = _activation_bytes(shape, dtype, step_tokens, seqs)
+    graphs = _graph_bytes(shape, dtype, seqs) if on_gpu and config.cuda_graphs else 0
+    budget = _budget(arch, config)
+    longest = min(config.max_model_len or shape.max_seqlen, shape.max_seqlen)
+    wanted = seqs * math.ceil(longest / page_tokens)
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    else:
+        left = budget - weights_bytes - activations - graphs
+        num_pages = max(0, left // (page_tokens * kv_bytes))
+        if not on_gpu:
+            num_pages = min(num_pages, wanted)
+    fits = num_pages * page_tokens
+    needed = config.max_model_len or min(longest, 512)
+    if config.num_pages is not None and fits < needed:
+        raise bad_value(
+            "engine",
+            "num_pages",
+            f"hold {needed} tokens in pages of {page_tokens}",
+            num_pages,
+            "raise it or lower max_model_len",
+        )
+    if fits < min(needed, longest):
+        raise UserError(
+            _does_not_fit(
+                budget, weights_bytes, activations + graphs, needed * kv_bytes, config.dtype
+            )
+        )
+    return MemoryPlan(
+        device=f"{device.type} ({arch.device})",
+        dtype=dtype_name(dtype),
+        kv_dtype="fp8 with scales" if kv_dtype == FP8 else dtype_name(kv_dtype),
+        memory_bytes=budget,
+        weights_bytes=weights_bytes,
+        activation_bytes=activations,
+        graph_bytes=graphs,
+        kv_bytes_per_token=kv_bytes,
+        page_tokens=page_tokens,
+        num_pages=num_pages,
+        max_model_len=min(longest, fits),
+        max_num_seqs=seqs,
+        max_step_tokens=step_tokens,
+        ranks=ranks,
+    )
+
+
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The cache's dtype; keys and values in 16 or 32 bits are the activations' own.
+
+    Raises: UserError for a cache in another dtype than the activations that is not FP8.
+    """
+    if config.kv_dtype == "auto":
+        return dtype
+    if config.kv_dtype == "fp8":
+        return FP8
+    wanted = torch_dtype(config.kv_dtype)
+    if wanted != dtype:
+        raise UserError(
+            f"engine: kv_dtype must be fp8 or the activations' {dtype_name(dtype)}, got "
+            f"{config.kv_dtype}; set dtype too"
+        )
+    return wanted
+
+
+def _kv_bytes_per_token(shape: DecoderConfig, kv_dtype: torch.dtype) -> int:
+    scales = 4 * 2 * shape.num_layers * shape.num_kv_heads if kv_dtype == FP8 else 0
+    return shape.kv_bytes_per_token(kv_dtype.itemsize) + scales
+
+
+def _activation_bytes(shape: DecoderConfig, dtype: torch.dtype, tokens: int, seqs: int) -> int:
+    """The widest moment: residual, the MLP's joined product and its input; fp32 logits thrice."""
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    row = 3 * shape.hidden_size + 3 * shape.intermediate_size + 3 * heads
+    return tokens * row * dtype.itemsize + 3 * seqs * shape.vocab_size * 4
+
+
+def _graph_bytes(shape: DecoderConfig, dtype: torch.dtype, seqs: int) -> int:
+    """Graphs share one pool: about the largest one's tensors, and a little for each."""
+    return GRAPH_BYTES + NUM_GRAPHS * 8 * 2**20 + _activation_bytes(shape, dtype, seqs, seqs)
+
+
+def _budget(arch: Arch, config: EngineConfig) -> int:
+    if config.memory_gib is not None:
+        return int(config.memory_gib * GIB)
+    return int(arch.memory_bytes * (GPU_SHARE if arch.is_gpu else CPU_SHARE))
+
+
+def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the loaded weights: plain ones in the run's dtype; packed ones as their kernel keeps
+    them (on a CPU widened, and packed again where its int4 kernel takes them)."""
+    tensors = TensorFolder(folder)
+    quantized = read_quantization(folder)[1] is not None
+    layers = packed_layers(tensors.names) if quantized else {}
+    packed = 0
+    for name, parts in layers.items():
+        sizes = {part: math.prod(tensors.shape(f"{name}.{part}")) for part in parts}
+        packed += sum(4 * size for size in sizes.values())
+    if not layers:
+        shape = load_config(folder)
+        return shape.num_params() * dtype.itemsize
+    plain = sum(
+        math.prod(tensors.shape(name)) * dtype.itemsize
+        for name in tensors
+        if name.rpartition(".")[0] not in layers
+    )
+    if device.type == "cpu":
+        wide = _linear_params(load_config(folder)) * dtype.itemsize
+        return plain + packed + wide
+    return plain + packed
+
+
+def _linear_params(shape: DecoderConfig) -> int:
+    return shape.matmul_params() - shape.vocab_size * shape.hidden_size
+
+
+def _does_not_fit(budget: int, weights: int, other: int, cache: int, dtype: str) -> str:
+    needed = weights + other + cache
+    hint = "quantize it to 4 bits, lower max_model_len or use more GPUs"
+    if dtype == "float32":
+        hint = f"use dtype bfloat16, {hint}"
+    return (
+        f"engine: the model must fit in {_gib(budget)}, got {_gib(needed)} "
+        f"(weights {_gib(weights)}, activations and graphs {_gib(other)}, a cache of the least "
+        f"length {_gib(cache)}); {hint}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,110 @@
+"""Tensor parallelism: every rank runs the same steps on its part of the weights.
+
+    out and down projections: partial sums, added over the ranks (all-reduce)
+    head: a slice of the vocabulary each, put together (all-gather)
+
+Rank 0 schedules, samples and serves; the others follow messages. A message is msgpack (numbers,
+strings, lists) of a known kind, broadcast over the process group: nothing is ever unpickled, so a
+message can at worst be refused. Processes are started the way torchrun does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ridgeline.core import env
+from ridgeline.core.errors import bad_value
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+KINDS = ("step", "embed", "reload", "idle", "stop")
+
+
+class Group:
+    """The ranks of one engine: data over NCCL on GPUs (gloo on CPUs), messages over gloo."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        timeout = timedelta(days=365)  # an idle engine sends nothing
+        self._data: Any = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks."""
+        x = x.contiguous()
+        dist.all_reduce(x, group=self._data)
+        return x
+
+    def all_gather(self, x_RV: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns side by side."""
+        parts = [torch.empty_like(x_RV) for _ in range(self.ranks)]
+        dist.all_gather(parts, x_RV.contiguous(), group=self._data)
+        return torch.cat(parts, dim=-1)
+
+    def send(self, kind: str, body: Any = None) -> None:
+        """Rank 0: tell the others what comes next."""
+        packed = encode(kind, body)
+        size = torch.tensor([len(packed)], dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._control)
+        payload = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        dist.broadcast(payload, 0, group=self._control)
+
+    def receive(self) -> tuple[str, Any]:
+        """The other ranks: wait for a message."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._control)
+        count = int(size)
+        if not 0 < count <= MAX_MESSAGE_BYTES:
+            rule = f"be at most {MAX_MESSAGE_BYTES} bytes"
+            raise bad_value("engine", "message", rule, count, "send less")
+        payload = torch.empty(count, dtype=torch.uint8)
+        dist.broadcast(payload, 0, group=self._control)
+        return decode(payload.numpy().tobytes())
+
+
+def encode(kind: str, body: Any) -> bytes:
+    """A message as bytes."""
+    assert kind in KINDS
+    packed = msgpack.packb([kind, body], use_bin_type=True)
+    assert isinstance(packed, bytes)
+    if len(packed) > MAX_MESSAGE_BYTES:
+        rule = f"be at most {MAX_MESSAGE_BYTES} bytes"
+        raise bad_value("engine", "message", rule, len(packed), "send less")
+    return packed
+
+
+def decode(packed: bytes) -> tuple[str, Any]:
+    """A message from bytes. Raises: ValueError for anything that is not one of ours."""
+    try:
+        message = msgpack.unpackb(packed, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises many kinds
+        raise bad_value("engine", "message", "be msgpack", error, "check the sender") from error
+    if not isinstance(message, list) or len(message) != 2 or message[0] not in KINDS:
+        raise bad_value("engine", "message", f"be [kind of {KINDS}, body]", message, "check it")
+    return message[0], message[1]
+
+
+def start(device: torch.device) -> Group | None:
+    """The group of a process that torchrun started; None for a process alone."""
+    ranks = env.world_size()
+    if ranks == 1:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(env.local_rank())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return Group(env.rank(), ranks, device)
+
+
+def follow(group: Group, handlers: dict[str, Callable[[Any], object]]) -> None:
+    """Run messages of rank 0 until it says stop."""
+    while True:
+        kind, body = group.receive()
+        if kind == "stop":
+            return
+        handlers[kind](body)

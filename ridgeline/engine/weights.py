@@ -1,0 +1,278 @@
+"""A decoder's weights as the engine runs them: linears that share an input joined, sharded over
+tensor-parallel ranks.
+
+    qkv = [q; k; v] x        gate_up = [gate; up] y        one matmul each instead of three and two
+
+A plain joined weight takes the place of its parts (they become views of it), so nothing is stored
+twice; a quantized one is laid out for its kernel once, joined. Over `ranks`, rank r has heads and
+feed-forward columns r, the matching rows of the projections back, and a slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ridgeline.core.errors import bad_value
+from ridgeline.kernels.w4a16.op import decode_bytes, prepare, w4a16_linear
+from ridgeline.kernels.w4a16.prepared import Prepared
+from ridgeline.nn.config import DecoderConfig
+from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.layers import Attention, Block
+from ridgeline.quant.linear import QuantizedLinear, concat_rows
+
+INVARIANT_ROWS = {"cpu": 1, "cuda": 64}
+"""Rows of a matmul in batch-invariant mode: always so many, so always the same kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """This process's part of a tensor-parallel model."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def split(self, name: str, size: int) -> slice:
+        """This rank's equal part of a dimension. Raises: ValueError where it does not divide."""
+        if size % self.ranks:
+            raise bad_value(
+                "engine", "ranks", f"divide {name} {size}", self.ranks, "use fewer processes"
+            )
+        part = size // self.ranks
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+class Dense:
+    """out = x W^T + b."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, invariant: bool):
+        self.weight_NK, self.bias_N, self.invariant = weight_NK, bias_N, invariant
+
+    def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
+        if not self.invariant:
+            return F.linear(x_PK, self.weight_NK, self.bias_N)
+        rows, count = INVARIANT_ROWS[x_PK.device.type], x_PK.shape[0]
+        padded = F.pad(x_PK, (0, 0, 0, -count % rows))
+        tiles = [F.linear(tile, self.weight_NK, self.bias_N) for tile in padded.split(rows)]
+        return torch.cat(tiles)[:count]
+
+    def read_bytes(self) -> int:
+        """Bytes that a call of one row reads."""
+        return self.weight_NK.numel() * self.weight_NK.element_size()
+
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return self.read_bytes()
+
+
+class Packed:
+    """A quantized linear in its kernel's layout."""
+
+    def __init__(self, prepared: Prepared, bias_N: torch.Tensor | None, invariant: bool):
+        self.prepared, self.bias_N, self.invariant = prepared, bias_N, invariant
+
+    def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
+        return w4a16_linear(x_PK, self.prepared, self.bias_N, batch_invariant=self.invariant)
+
+    def read_bytes(self) -> int:
+        """Bytes that a call of one row reads."""
+        return decode_bytes(self.prepared)
+
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return sum(t.numel() * t.element_size() for t in self.prepared.tensors)
+
+
+class Joined:
+    """Linears on one input that cannot be one matmul: their outputs side by side."""
+
+    def __init__(self, parts: Sequence[Dense | Packed]):
+        self.parts = parts
+
+    def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x_PK) for part in self.parts], dim=-1)
+
+    def read_bytes(self) -> int:
+        """Bytes that a call of one row reads."""
+        return sum(part.read_bytes() for part in self.parts)
+
+    def resident_bytes(self) -> int:
+        """Bytes kept in memory."""
+        return sum(part.resident_bytes() for part in self.parts)
+
+
+Linear = Dense | Packed | Joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder block."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    gated: bool
+    """gate_up gives silu(gate) * up itself."""
+    down: Linear
+    window: int | None
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A whole model, or one rank's part of it."""
+
+    config: DecoderConfig
+    shard: Shard
+    embedding_VC: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Dense
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def heads(self) -> int:
+        return self.config.num_heads // self.shard.ranks
+
+    @property
+    def kv_heads(self) -> int:
+        return self.config.num_kv_heads // self.shard.ranks
+
+    def read_bytes(self) -> int:
+        """Bytes of weights that a decode step of this rank reads."""
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        norms = 2 * len(self.layers) * self.norm.numel() * self.norm.element_size()
+        return sum(linear.read_bytes() for linear in [*linears, self.head]) + norms
+
+
+def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = False) -> Weights:
+    """Take a loaded decoder's weights. The decoder still runs afterwards, on the same memory.
+
+    Raises: ValueError where heads or feed-forward do not divide over the ranks.
+    """
+    shard = shard or Shard()
+    config = model.config
+    shard.split("num_kv_heads", config.num_kv_heads)
+    assert model.model.embed_tokens is not None and model.model.norm is not None
+    assert model.lm_head is not None
+    table = model.model.embed_tokens.weight.detach()
+    head = _vocabulary_slice(model.lm_head.weight.detach(), shard)
+    return Weights(
+        config=config,
+        shard=shard,
+        embedding_VC=table,
+        layers=tuple(_layer(model, index, shard, invariant) for index in range(config.num_layers)),
+        norm=model.model.norm.weight.detach(),
+        head=Dense(head, None, invariant),
+        dtype=model.model.norm.weight.dtype,
+        device=table.device,
+    )
+
+
+def _vocabulary_slice(head_VC: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """This rank's rows of the head, as many on every rank: the last one's are filled with zeros."""
+    if shard.ranks == 1:
+        return head_VC
+    rows = -(-head_VC.shape[0] // shard.ranks)
+    mine = head_VC[shard.rank * rows : (shard.rank + 1) * rows]
+    return F.pad(mine, (0, 0, 0, rows - mine.shape[0]))
+
+
+def _layer(model: Decoder, index: int, shard: Shard, invariant: bool) -> LayerWeights:
+    block = model.blocks[index]
+    assert isinstance(block, Block)
+    attention, mlp = block.self_attn, block.mlp
+    assert isinstance(attention, Attention)
+    gate_up, gated = _joined([mlp.gate_proj, mlp.up_proj], shard, invariant, silu_mul=True)
+    qkv, _ = _joined([attention.q_proj, attention.k_proj, attention.v_proj], shard, invariant)
+    return LayerWeights(
+        input_norm=block.input_layernorm.weight.detach(),
+        qkv=qkv,
+        q_norm=None if attention.q_norm is None else attention.q_norm.weight.detach(),
+        k_norm=None if attention.k_norm is None else attention.k_norm.weight.detach(),
+        out=_row(attention.o_proj, shard, invariant),
+        mlp_norm=block.post_attention_layernorm.weight.detach(),
+        gate_up=gate_up,
+        gated=gated,
+        down=_row(mlp.down_proj, shard, invariant),
+        window=model.config.window(index),
+    )
+
+
+def _joined(
+    modules: list[nn.Module], shard: Shard, invariant: bool, *, silu_mul: bool = False
+) -> tuple[Linear, bool]:
+    """Linears of one input as one, each split by columns; whether silu(gate) * up is in it."""
+    if all(isinstance(module, QuantizedLinear) for module in modules):
+        return _joined_packed(modules, shard, invariant, silu_mul)
+    if all(isinstance(module, nn.Linear) for module in modules):
+        return _joined_dense(modules, shard, invariant), False
+    return Joined([_column(module, shard, invariant) for module in modules]), False
+
+
+def _joined_dense(modules: list[nn.Module], shard: Shard, invariant: bool) -> Dense:
+    parts = [module for module in modules if isinstance(module, nn.Linear)]
+    rows = [shard.split("its outputs", part.out_features) for part in parts]
+    weights = [part.weight.detach()[row] for part, row in zip(parts, rows, strict=True)]
+    joined_NK = torch.cat(weights)
+    biases = [p.bias.detach()[r] for p, r in zip(parts, rows, strict=True) if p.bias is not None]
+    if shard.ranks == 1:
+        for part, view in zip(parts, joined_NK.split([len(w) for w in weights]), strict=True):
+            part.weight = nn.Parameter(view, requires_grad=part.weight.requires_grad)
+    return Dense(joined_NK, torch.cat(biases) if biases else None, invariant)
+
+
+def _joined_packed(
+    modules: list[nn.Module], shard: Shard, invariant: bool, silu_mul: bool
+) -> tuple[Linear, bool]:
+    parts = [_own(m, "column", shard) for m in modules if isinstance(m, QuantizedLinear)]
+    dtype, impl = parts[0].dtype, parts[0].impl
+    try:
+        weight = concat_rows([part.weight_of() for part in parts])
+    except ValueError:  # groups or act-orders differ
+        return Joined([_packed(part, invariant) for part in parts]), False
+    prepared = prepare(weight, dtype, impl=impl, silu_mul=silu_mul)
+    bias = None if weight.bias_N is None else weight.bias_N.to(dtype)
+    return Packed(prepared, bias, invariant), silu_mul
+
+
+def _own(module: QuantizedLinear, axis: str, shard: Shard) -> QuantizedLinear:
+    return module if shard.ranks == 1 else module.shard(axis, shard.rank, shard.ranks)
+
+
+def _packed(module: QuantizedLinear, invariant: bool) -> Packed:
+    bias = None if module.bias is None else module.bias.to(module.dtype)
+    return Packed(module.prepare(), bias, invariant)
+
+
+def _column(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
+    if isinstance(module, QuantizedLinear):
+        return _packed(_own(module, "column", shard), invariant)
+    assert isinstance(module, nn.Linear)
+    rows = shard.split("its outputs", module.out_features)
+    bias = None if module.bias is None else module.bias.detach()[rows]
+    return Dense(module.weight.detach()[rows], bias, invariant)
+
+
+def _row(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
+    """A projection back: its inputs split; the bias on rank 0 alone, the ranks' sum adds it."""
+    if isinstance(module, QuantizedLinear):
+        return _packed(_own(module, "row", shard), invariant)
+    assert isinstance(module, nn.Linear)
+    columns = shard.split("its inputs", module.in_features)
+    bias = None if module.bias is None or shard.rank else module.bias.detach()
+    weight_NK = module.weight.detach()
+    if shard.ranks > 1:
+        weight_NK = weight_NK[:, columns].contiguous()
+    return Dense(weight_NK, bias, invariant)
