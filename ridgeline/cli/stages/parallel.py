@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ridgeline.cli.stage import Context, Result, Stage
-from ridgeline.cli.stages.train import fresh_folder
+from ridgeline.cli.stages.train import fresh_folder, unless_signalled
 from ridgeline.core.files import atomic_write_text
 from ridgeline.core.text import wiki_split
 from ridgeline.parallel.layout import Layout
@@ -36,9 +36,9 @@ def run(context: Context) -> Result:
     documents = wiki_split().train[:DOCUMENTS]
     text = folder / "text.jsonl"
     atomic_write_text(text, "".join(json.dumps({"text": each}) + "\n" for each in documents))
-    one = train(_config(folder, "one", Layout()))
+    one = unless_signalled(train(_config(folder, "one", Layout())))
     train_here(_config(folder, "four", LAYOUT), stop_at_step=STEPS)
-    resumed = train(_config(folder, "four", Layout()))
+    resumed = unless_signalled(train(_config(folder, "four", Layout())))
     rows = [row for row in read_rows(folder / "four") if row["kind"] == "train"]
     reference = [row for row in read_rows(folder / "one") if row["kind"] == "train"]
     split = next((row["step_ms"] for row in rows if "step_ms" in row), {})

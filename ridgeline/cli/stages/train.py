@@ -37,9 +37,9 @@ def run(context: Context) -> Result:
     documents = wiki_split().train
     atomic_write_text(text, "".join(json.dumps({"text": each}) + "\n" for each in documents))
     stop, beyond = context.config.train_steps // 3, max(2, context.config.train_steps // 6)
-    interrupted = _unless_signalled(train(_config(context, folder / "run"), stop_at_step=stop))
-    resumed = _unless_signalled(train(_config(context, folder / "run")))
-    reference = _unless_signalled(
+    interrupted = unless_signalled(train(_config(context, folder / "run"), stop_at_step=stop))
+    resumed = unless_signalled(train(_config(context, folder / "run")))
+    reference = unless_signalled(
         train(_config(context, folder / "uninterrupted"), stop_at_step=stop + beyond)
     )
     losses = [*interrupted.losses, *resumed.losses]
@@ -117,7 +117,8 @@ def _config(context: Context, run_dir: Path) -> TrainConfig:
     )
 
 
-def _unless_signalled(result: TrainResult) -> TrainResult:
+def unless_signalled(result: TrainResult) -> TrainResult:
+    """The result, unless a signal cut the run short. Raises: KeyboardInterrupt then."""
     if result.interrupted in ("SIGINT", "SIGTERM"):
         raise KeyboardInterrupt
     return result
