@@ -202,9 +202,14 @@ def _compiled(rank: int, layout: Layout) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp_shard=2, num_microbatches=2, compile_blocks=True),
         Layout(tp=2, compile_blocks=True, activation_checkpointing="selective"),
-        Layout(pp=2, num_microbatches=2, compile_blocks=True, activation_checkpointing="full"),
+        pytest.param(
+            Layout(dp_shard=2, num_microbatches=2, compile_blocks=True), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Layout(pp=2, num_microbatches=2, compile_blocks=True, activation_checkpointing="full"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda layout: f"{layout.describe()} {layout.activation_checkpointing}",
 )
