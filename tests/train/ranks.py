@@ -176,6 +176,22 @@ def train_and_die(config: Any, dying_rank: int, when: str) -> None:
     trainer.train(config)
 
 
+def train_on_a_full_disk(config: Any, rank: int) -> None:
+    """Train; one rank cannot write its part of step 4."""
+    from ridgeline.parallel import storage
+    from ridgeline.train import trainer
+
+    write = storage.save_tensors
+
+    def full(path: Path, tensors: Any) -> None:
+        if int(os.environ["RANK"]) == rank and "step-00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, tensors)
+
+    storage.save_tensors = full
+    trainer.train(config)
+
+
 def train_and_hang(config: Any, sleeping_rank: int) -> None:
     """Train; one rank falls asleep before step 3."""
     from ridgeline.train import trainer

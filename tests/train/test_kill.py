@@ -18,6 +18,7 @@ from tests.train.ranks import (
     run_ranks,
     train_and_die,
     train_and_hang,
+    train_on_a_full_disk,
     train_ranks,
 )
 
@@ -84,6 +85,19 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_with_one_warning(tmp_p
     assert [result.resumed_from for result in done(outcomes)] == [2, 2]
     text = "optimizer-00001.safetensors does not match its checksum; trying the one before"
     assert [outcome.said.count(text) for outcome in outcomes] == [1, 0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_is_full_for_one_rank_ends_all_with_one_reason(tmp_path, two, asynchronous):
+    config = two(checkpoint={"every_steps": 2, "asynchronous": asynchronous}, steps=40)
+    outcomes = run_ranks(tmp_path / "ranks", 2, train_on_a_full_disk, config, 1)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    for outcome in outcomes:
+        last = outcome.said.strip().splitlines()[-1]
+        assert "UserError: checkpoint: could not write" in last and "No space left" in last
+    assert newest(config) == "step-00000002"
+    assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.dist
