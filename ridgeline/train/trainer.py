@@ -170,8 +170,8 @@ class _Run:
         return self._result(interrupted, exported)
 
     def _stopped(self, stop: StopRequest) -> str | None:
-        """Why to stop, the same on every rank: a signal, or the end of a failed save, may reach them
-        in different steps.
+        """Why to stop, the same on every rank: a signal, or the end of a failed save, may reach
+        them in different steps.
 
         Raises: UserError on every rank for a save that failed.
         """
