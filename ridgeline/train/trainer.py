@@ -78,8 +78,10 @@ class TrainResult:
     """Losses of the steps that this call logged, natural log per token."""
     eval_loss: float | None
     """Loss on the evaluation samples after the last step."""
+    ranks: int
+    """Processes."""
     tokens_per_s: float
-    """Of the last logged interval."""
+    """Of the last logged interval, all processes together."""
     mfu_causal: float
     mfu_noncausal: float
     checkpoint: Path | None
@@ -393,6 +395,7 @@ class _Run:
             interrupted=interrupted,
             losses=tuple(self.losses),
             eval_loss=self.eval_loss,
+            ranks=self.ranks.size,
             tokens_per_s=self.rates["tokens_per_s"],
             mfu_causal=self.rates["mfu_causal"],
             mfu_noncausal=self.rates["mfu_noncausal"],

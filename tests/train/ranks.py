@@ -61,7 +61,7 @@ def _enter(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any],
 
 
 def run_ranks(
-    folder: Path, size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    folder: Path, size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Outcome]:
     """fn(*args) on `size` ranks that find each other as torchrun's do."""
     folder.mkdir(parents=True, exist_ok=True)
