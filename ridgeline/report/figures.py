@@ -15,6 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY = "#3f83d6", "#dd7a36", "#3c9d70", "#8a8f98"
 _INK, _LINE = "#010203", "#030201"
@@ -122,6 +123,35 @@ def bar_panels(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
             axes.tick_params(left=False)
             axes.set_xlim(0, 1.28 * max(bar.value for bar in bars))
         return svg_text(figure, "bars")
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[int], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log: bool = False,
+) -> str:
+    """Curves over a whole-number axis, one name each: (name, places, values)."""
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = canvas(1, width=8.6, height=3.4)
+        palette = (BLUE, ORANGE, GREEN, "#8b62c9", "#c2506b", "#4aa3a8", GREY)
+        for number, (name, places, values) in enumerate(series):
+            color = palette[number % len(palette)]
+            axes.plot(
+                places, values, color=color, linewidth=1.6, marker="o", markersize=3.4, label=name
+            )
+        if log:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0.0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.margins(x=0.02)
+        if len(series) > 1:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return svg_text(figure, y)
 
 
 def roofline(read_gbps: float, tflops: dict[str, float], points: Sequence[RooflinePoint]) -> str:
