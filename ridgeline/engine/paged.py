@@ -117,6 +117,15 @@ class PagedKV:
         k_scale, v_scale = self.flat_k_scale[layer][slots], self.flat_v_scale[layer][slots]
         return k * k_scale[..., None].to(dtype), v * v_scale[..., None].to(dtype)
 
+    def key_slots(self, span: Span) -> slice | torch.Tensor:
+        """Slots of a sequence's keys, in order; a slice where its pages are neighbours."""
+        size = self.page_tokens
+        used = span.pages[: -(-span.num_keys // size)]
+        if used == list(range(used[0], used[0] + len(used))):
+            return slice(used[0] * size, used[0] * size + span.num_keys)
+        starts = torch.tensor(used, dtype=torch.int64) * size
+        return (starts[:, None] + torch.arange(size)).flatten()[: span.num_keys]
+
     def num_bytes(self) -> int:
         """Bytes that the tensors take."""
         tensors = [self.k, self.v, self.k_scale, self.v_scale]
@@ -152,18 +161,6 @@ def slots_of(spans: Sequence[Span], page_tokens: int) -> list[int]:
     return slots
 
 
-def _key_slots(span: Span, page_tokens: int) -> slice | torch.Tensor:
-    used = span.pages[: -(-span.num_keys // page_tokens)]
-    if used[-1] - used[0] == len(used) - 1 and all(
-        after - before == 1 for before, after in zip(used, used[1:], strict=False)
-    ):
-        start = used[0] * page_tokens
-        return slice(start, start + span.num_keys)
-    starts = torch.tensor(used, dtype=torch.int64) * page_tokens
-    every = starts[:, None] + torch.arange(page_tokens)
-    return every.flatten()[: span.num_keys]
-
-
 class HostAttention:
     """Attention of a step on a CPU, sequence by sequence.
 
@@ -175,7 +172,7 @@ class HostAttention:
     def __init__(self, cache: PagedKV, spans: Sequence[Span], *, invariant: bool = False) -> None:
         self.cache = cache
         self.slots_P = torch.tensor(slots_of(spans, cache.page_tokens), dtype=torch.int64)
-        self.spans = [(span, _key_slots(span, cache.page_tokens)) for span in spans]
+        self.spans = [(span, cache.key_slots(span)) for span in spans]
         self.invariant = invariant
 
     def attend(
@@ -304,7 +301,7 @@ class GatheredAttention:
         keys: list[torch.Tensor] = []
         starts_q, starts_k = [0], [0]
         for span in spans:
-            slots = _key_slots(span, cache.page_tokens)
+            slots = cache.key_slots(span)
             if isinstance(slots, slice):
                 slots = torch.arange(slots.start, slots.stop)
             keys.append(slots)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.engine.forward import Attend, Forward
+from ridgeline.engine.host_decode import HostDecoder
 from ridgeline.engine.paged import (
     FP8,
     DeviceAttention,
@@ -122,6 +123,9 @@ class Runner:
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
         self.forward = Forward(weights, self.max_model_len, reduce)
+        self.host_decoder = None
+        if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
+            self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
         if self.graphs is not None:
             self.graphs.forget()
 
@@ -132,6 +136,8 @@ class Runner:
             recorded = self.graphs.run(batch)
             if recorded is not None:
                 return recorded
+        if self.host_decoder is not None and len(batch.token_ids) == 1 and batch.rows:
+            return self.host_decoder.run(batch.token_ids[0], batch.spans[0])
         token_ids = torch.tensor(batch.token_ids, device=self.device)
         positions = torch.tensor(batch.positions(), device=self.device)
         x_PC = self.forward.hidden(token_ids, positions, self._attend(batch))
