@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import json
+import platform
 import random
 import resource
 import signal
@@ -35,6 +37,8 @@ from ridgeline.nn.hf import save_pretrained
 from ridgeline.train.presets import preset
 from ridgeline.train.tokens import byte_tokenizer
 
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "soak_serve.jsonl"
 SEQUENCES, QUEUE = 4, 8
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -198,7 +202,7 @@ async def soak(target: Target, pid: int, seconds: float, clients: int, seed: int
                     await _one(kind, target, draw, tally)
             except (OSError, TimeoutError, ValueError, IndexError) as error:
                 tally.see(kind, 0, False, repr(error))
-            await asyncio.sleep(draw.uniform(0.0, 0.02))
+            await asyncio.sleep(draw.uniform(0.0, 0.2))
 
     async def watch() -> None:
         while time.monotonic() < end:
@@ -281,10 +285,34 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results/cpu")
     options = parser.parse_args()
-    result = run(options.seconds, options.model, options.seed)
-    print(json.dumps({"op": "soak_serve", "seconds": options.seconds, **result}))
-    return bool(result["failures"])
+    row = common() | {"seconds": options.seconds, "seed": options.seed}
+    row |= run(options.seconds, options.model, options.seed)
+    if options.record:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    print(json.dumps(row))
+    return bool(row["failures"])
+
+
+def common() -> dict[str, Any]:
+    """What every result row says of its origin."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "op": "soak_serve",
+        "impl": "server",  # no implementation of a kernel: the tables leave it out
+        "run": f"soak-{int(time.time())}",
+        "gpu": "cpu",
+        "model": "2 layers, random weights, float32",
+        "shape": {"sequences": SEQUENCES, "queue": QUEUE, "clients": 2 * QUEUE},
+        "commit": commit.stdout.strip() or "unknown",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 if __name__ == "__main__":
