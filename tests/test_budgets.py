@@ -13,6 +13,7 @@ PARAMETERS = 8
 # Functions that carry FlashAttention's public signature, parameter for parameter.
 PUBLIC_SIGNATURES = {
     "flash_attn_func",
+    "flex_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "flash_attn_qkvpacked_func",

@@ -42,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--asymmetric", action="store_true")
+    parser.add_argument(
+        "--methods", nargs="+", default=["gptq"], choices=["gptq", "awq", "awq+gptq"]
+    )
     parser.add_argument("--order", default="static", choices=["natural", "static", "activation"])
     parser.add_argument("--damping", type=float, default=GPTQOptions().damping)
     parser.add_argument("--refits", type=int, default=GPTQOptions().refits)
@@ -75,16 +78,16 @@ def recipe(args: argparse.Namespace, method: str) -> Recipe:
         bits=args.bits,
         group_size=args.group_size,
         symmetric=not args.asymmetric,
-        desc_act=method == "gptq" and args.order == "activation",
+        desc_act=method.endswith("gptq") and args.order == "activation",
         checkpoint_format="gptq_v2" if args.asymmetric else "gptq",
     )
     options = GPTQOptions(
-        order=args.order if method == "gptq" else "static",
+        order=args.order if method.endswith("gptq") else "static",
         damping=args.damping,
         refits=args.refits,
         clip_search=not args.no_clip_search,
     )
-    return Recipe(method=method, layout=layout, gptq=options)
+    return Recipe(method=method, layout=layout, gptq=options, plain_dtype="float16")
 
 
 class Bench:
@@ -124,7 +127,7 @@ class Bench:
             "bits": args.bits,
             "group_size": args.group_size,
             "symmetric": not args.asymmetric,
-            "act_order": chosen.gptq.order if method == "gptq" else "natural",
+            "act_order": chosen.gptq.order if method.endswith("gptq") else "natural",
             "options": {
                 "damping": args.damping,
                 "refits": args.refits,
@@ -141,6 +144,7 @@ class Bench:
             "eval_tokens": args.windows * 1023,
             "linear_bytes": int(packed_bytes(result.weights)),
             "worst": worst(result),
+            "folds": [sum(fold.accepted for fold in result.folds), len(result.folds)],
         }
 
     def peak_bytes(self) -> int:
@@ -183,12 +187,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     bench = Bench(args)
     baseline = bench.row("rtn", 0)
-    rows = [baseline] + [bench.row("gptq", seed) for seed in args.seeds]
+    rows = [baseline] + [bench.row(method, s) for method in args.methods for s in args.seeds]
     increase = baseline["ppl_after"] - bench.before
     for row in rows:
         row["fraction"] = round((row["ppl_after"] - bench.before) / increase, 4)
         print(
-            f"{row['method']:5s} seed {row['seed']} ppl {row['ppl_before']:.3f} -> "
+            f"{row['method']:8s} seed {row['seed']} ppl {row['ppl_before']:.3f} -> "
             f"{row['ppl_after']:.3f} fraction {row['fraction']:.3f} kl {row['kl']:.3f} "
             f"top-1 {row['top1_agreement']:.3f} {row['seconds']:.0f} s"
         )

@@ -39,6 +39,8 @@ class Command:
     defaults: Callable[[list[str]], tuple[Any, list[str]]] | None = None
     """Takes words out of the flags (a config file) and returns the config whose values become the
     flags' defaults, and the rest; None: the dataclass's own defaults."""
+    code: Callable[[Result], int] = lambda result: 0
+    """Exit code of a run that came to a result (a gate that refuses it: 3)."""
     note: str = ""
     """What --help says under the summary."""
 

@@ -1,5 +1,5 @@
-"""`ridgeline convert`: a GGUF file or a Hugging Face folder in, a Hugging Face folder out; plain
-weights in another dtype, quantized ones in another format."""
+"""`ridgeline convert`: a GGUF file, a Hugging Face folder or a checkpoint of any layout in, a
+Hugging Face folder out; plain weights in another dtype, quantized ones in another format."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ from ridgeline.quant.checkpoint import (
     load_quantized,
     write_checkpoint,
 )
+from ridgeline.train.export import export_checkpoint, is_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
-    """Write a GGUF file or a Hugging Face folder as a Hugging Face folder."""
+    """Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder."""
 
     source: Path
-    """A .gguf file, or a folder with config.json and safetensors."""
+    """A .gguf file, a folder with config.json and safetensors, or a checkpoint of `ridgeline train`
+    (or its run folder: the newest good one)."""
     out: Path
     """The folder to write; it appears whole or not at all."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """Of the weights; keep: the folder's own, float16 for a GGUF file."""
+    """Of the weights; keep: the folder's own, a training run's, float16 for a GGUF file."""
     format: Literal["keep", "gptq", "awq", "compressed-tensors"] = "keep"
     """Of quantized weights: gptq, awq or compressed-tensors, code for code; keep: plain weights."""
     lossy: bool = False
     """Round where the format cannot hold the quantized weights as they are (act-order in awq, for
     example) instead of refusing."""
     max_shard_gb: float = 5.0
-    """Largest safetensors file, GB (1e9 bytes), above 0; folders only, a GGUF file's model is
+    """Largest safetensors file, GB (1e9 bytes), above 0; not for a GGUF file, whose model is
     written with the default."""
     overwrite: bool = False
     """Replace `out` where it is a model folder with nothing else in it."""
@@ -74,6 +76,15 @@ def convert(config: ConvertConfig) -> Result:
     check_out("convert", config.out, config.source, overwrite=config.overwrite)
     if config.format != "keep":
         return _requantized(config)
+    if is_checkpoint(config.source):
+        read, written = export_checkpoint(
+            config.source,
+            config.out,
+            dtype=None if config.dtype == "keep" else config.dtype,
+            max_shard_bytes=int(config.max_shard_gb * 1e9),
+            overwrite=config.overwrite,
+        )
+        return _facts(read, config.out, written)
     if config.source.is_dir():
         if is_quantized(config.source):
             raise UserError(
@@ -95,14 +106,18 @@ def convert(config: ConvertConfig) -> Result:
         gguf.convert(
             config.source, config.out, dtype=torch_dtype(written), overwrite=config.overwrite
         )
-    shape = load_config(config.out)
+    return _facts(config.source, config.out, written)
+
+
+def _facts(source: Path, out: Path, dtype: str) -> Result:
+    shape = load_config(out)
     return {
-        "source": str(config.source),
-        "out": str(config.out),
+        "source": str(source),
+        "out": str(out),
         "family": shape.family,
         "parameters": shape.num_params(),
-        "dtype": written,
-        "bytes": folder_bytes(config.out),
+        "dtype": dtype,
+        "bytes": folder_bytes(out),
     }
 
 
@@ -126,16 +141,8 @@ def _requantized(config: ConvertConfig) -> Result:
         ),
         overwrite=config.overwrite,
     )
-    shape = load_config(config.out)
-    return {
-        "source": str(config.source),
-        "out": str(config.out),
-        "family": shape.family,
-        "parameters": shape.num_params(),
-        "dtype": f"{config.format} {before.bits}-bit, from {before.method}",
-        "layers": len(converted.packed),
-        "bytes": folder_bytes(config.out),
-    }
+    dtype = f"{config.format} {before.bits}-bit, from {before.method}"
+    return _facts(config.source, config.out, dtype) | {"layers": len(converted.packed)}
 
 
 def folder_bytes(folder: Path) -> int:

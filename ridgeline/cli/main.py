@@ -1,7 +1,8 @@
 """`ridgeline <command>`: parse, run, print, and turn errors into exit codes.
 
 Exit codes: 0 done; 2 bad arguments (what a caller can cause: ValueError, TypeError,
-NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug).
+NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug);
+3 done, but a gate of the command refuses the result (quantize --max-kl).
 A command's module is imported when the command is chosen, so `ridgeline --help` imports no torch.
 """
 
@@ -21,8 +22,8 @@ from typing import Annotated, Any
 
 import ridgeline
 from ridgeline.cli.command import Command, Output
-from ridgeline.core import progress
-from ridgeline.core.errors import UserError
+from ridgeline.core import env, progress
+from ridgeline.core.errors import UserError, common, is_common
 
 COMMANDS: dict[str, str] = {
     "quickstart": "The whole path on real weights, from perplexity to 4 bits, ending in a report.",
@@ -30,11 +31,14 @@ COMMANDS: dict[str, str] = {
     "explain": "Which kernel and tile a problem gets, why others refuse, and its roofline floor.",
     "tune": "Time the valid tiles of a kernel on this machine's GPU and keep the fastest.",
     "warmup": "Compile the Hopper kernels into the user cache, with or without a GPU.",
-    "train": "Train a decoder on text files.",
-    "quantize": "Quantize a Hugging Face folder to 4 bits with GPTQ.",
+    "train": "Train a decoder on text files, on one process or many (torchrun).",
+    "verify": "Compare a parallel layout with one process, tensor by tensor, on a tiny model.",
+    "quantize": "Quantize a Hugging Face folder with GPTQ, AWQ or plain rounding.",
     "eval": "Perplexity of a model folder on a text file.",
     "generate": "Answer a prompt, streamed token by token.",
-    "convert": "Write a GGUF file or a Hugging Face folder as a Hugging Face folder.",
+    "serve": "Serve a model folder over OpenAI's API, with a chat page at /.",
+    "bench": "Load a running server and measure latencies and throughput.",
+    "convert": "Write a GGUF file, a Hugging Face folder or a checkpoint as a Hugging Face folder.",
 }
 """Name and one line of each command; `ridgeline.cli.<name>` holds it."""
 
@@ -146,34 +150,42 @@ def _guarded(name: str, words: list[str]) -> int:
     command, config = None, None
     try:
         command = load_command(name)
-        prog, chosen, rest = _choose_config(f"ridgeline {name}", command, words)
-        default, rest = command.defaults(rest) if command.defaults else (None, rest)
-        config, _ = parse(prog, chosen, rest, default, command.note)
+        config = _read_flags(name, command, words)
         result = command.run(config)
         progress.event("result", command=name, **result)
         if text := command.show(result):
             progress.say(text)
-        return DONE
+        return command.code(result)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else DONE
     except KeyboardInterrupt:
         kept = command.kept(config) if command and config is not None else "nothing was written"
-        return _fail(f"{name}: interrupted; {kept}", FAILED, debug)
+        return _fail(f"{name}: interrupted; {kept}", FAILED, debug=debug, once=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = str(error)
         hint = "" if debug or _ours(reason) else " (--debug shows the traceback)"
-        return _fail(f"{reason}{hint}", BAD_ARGUMENTS, debug)
+        once = is_common(error)
+        return _fail(f"{reason}{hint}", BAD_ARGUMENTS, debug=debug, once=once)
     except UserError as error:
-        return _fail(str(error), FAILED, debug)
+        return _fail(str(error), FAILED, debug=debug, once=is_common(error))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _fail(f"{name}: {error.strerror or error}{where}", FAILED, debug)
+        return _fail(f"{name}: {error.strerror or error}{where}", FAILED, debug=debug)
     except Exception as error:
         hint = "" if debug else "; --debug prints the traceback"
-        return _fail(f"{name}: {type(error).__name__}: {error}{hint}", FAILED, debug)
+        return _fail(f"{name}: {type(error).__name__}: {error}{hint}", FAILED, debug=debug)
+
+
+def _read_flags(name: str, command: Command, words: list[str]) -> Any:
+    try:
+        prog, chosen, rest = _choose_config(f"ridgeline {name}", command, words)
+        default, rest = command.defaults(rest) if command.defaults else (None, rest)
+        return parse(prog, chosen, rest, default, command.note)[0]
+    except (ValueError, TypeError, NotImplementedError, UserError) as error:
+        raise common(error) from error.__cause__  # every rank was given the same flags
 
 
 def _ours(reason: str) -> bool:
@@ -204,11 +216,16 @@ def _summary(kind: type) -> str:
     return (kind.__doc__ or "").strip().splitlines()[0]
 
 
-def _fail(reason: str, code: int, debug: bool = False) -> int:
+def _fail(reason: str, code: int, *, debug: bool = False, once: bool = False) -> int:
+    """Say why, and return the exit code. once: every rank of the run says it, so the first does."""
+    rank = env.rank()
+    if once and rank > 0:
+        return code
     if debug:
         traceback.print_exc()
     line = " ".join(reason.split())
-    print(f"ridgeline: {line}", file=sys.stderr)
+    by = "" if env.world_size() == 1 or once else f"[rank {rank}] "
+    print(f"ridgeline: {by}{line}", file=sys.stderr)
     progress.event("error", message=line, exit_code=code)
     return code
 
@@ -216,7 +233,8 @@ def _fail(reason: str, code: int, debug: bool = False) -> int:
 @contextmanager
 def _reporter(as_json: bool) -> Iterator[None]:
     before = progress.mode()
-    progress.set_mode("json" if as_json else "bars" if sys.stderr.isatty() else "lines")
+    talking = "json" if as_json else "bars" if sys.stderr.isatty() else "lines"
+    progress.set_mode(talking if env.rank() == 0 else "quiet")  # of many ranks the first one talks
     try:
         yield
     finally:
@@ -226,7 +244,10 @@ def _reporter(as_json: bool) -> Iterator[None]:
 @contextmanager
 def _one_line_warnings() -> Iterator[None]:
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"ridgeline: warning: {message}\n"
+    first = env.rank() == 0  # what all ranks would say is said once
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"ridgeline: warning: {message}\n" if first else ""
+    )
     try:
         yield
     finally:

@@ -1,85 +1,129 @@
-"""`ridgeline quantize`: a Hugging Face folder in, a folder in 4 bits out."""
+"""`ridgeline quantize`: a Hugging Face folder in, a folder in 4 bits (or 2, 3, 8) out."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from ridgeline.cli.command import Command, Result
-from ridgeline.cli.overwrite import QUANTIZE_REPORT, check_out
+from ridgeline.cli.overwrite import check_out
+from ridgeline.cli.quantize_report import verdict, written_texts
+from ridgeline.cli.quantize_run import (
+    Job,
+    check_layers,
+    journal_folder,
+    plan_text,
+    prepare,
+    run_job,
+)
 from ridgeline.cli.tables import bytes_text, table
+from ridgeline.core import progress
 from ridgeline.core.errors import bad_value
-from ridgeline.core.text import read_text
-from ridgeline.engine.load import Device, choose_device
+from ridgeline.engine.load import Device, RunDtype
 from ridgeline.formats.convert import SourceFacts, target_layout
 from ridgeline.formats.gptq import GPTQFormat
-from ridgeline.nn.decoder import Decoder
-from ridgeline.nn.hf import (
-    GENERATION_CONFIG,
-    TOKENIZER_FILES,
-    load_hf_config,
-    load_pretrained,
-    state_tensors,
-)
-from ridgeline.nn.tensorfile import TensorFolder
-from ridgeline.nn.tokenizer import Tokenizer
-from ridgeline.quant.calibrate import quantize_model
-from ridgeline.quant.checkpoint import Extras, save_quantized
+from ridgeline.quant.awq import AWQOptions
 from ridgeline.quant.gptq import GPTQOptions
-from ridgeline.quant.recipe import Override, Recipe, calibration_blocks
+from ridgeline.quant.recipe import Override, Recipe, parse_override
+
+GATE_FAILED = 3
+"""Exit code of a run whose result a gate refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeConfig:
-    """Quantize a Hugging Face folder to 4 bits with GPTQ."""
+    """Quantize a Hugging Face folder with GPTQ, AWQ or plain rounding."""
 
     model: Path
     """A Hugging Face folder with plain weights."""
     out: Path
-    """The folder to write; it appears whole or not at all."""
+    """The folder to write; it appears whole or not at all. Finished blocks are kept beside it, so
+    that a run that was stopped goes on."""
     text: Path | None = None
-    """A UTF-8 text file to calibrate on; needed by gptq."""
-    method: Literal["gptq", "rtn"] = "gptq"
-    """gptq, or rtn: round to nearest, no calibration."""
+    """Calibration text (UTF-8), or JSON lines (.jsonl) of documents or chats; the built-in set
+    (Wikipedia leads, fetched once) unless given."""
+    json_field: str = "text"
+    """Of a line's text in JSON lines without chat messages."""
+    method: Literal["gptq", "awq", "awq+gptq", "rtn"] = "gptq"
+    """gptq; awq: scales folded by measured error, then rounded; awq+gptq: folded, then gptq; rtn:
+    round to nearest, no calibration."""
     bits: Literal[2, 3, 4, 8] = 4
     """Of a weight."""
     format: Literal["gptq", "awq", "compressed-tensors"] = "gptq"
     """What to write it as; awq has 4 bits and no act-order by activation."""
     group_size: int = 128
     """Inputs that share a scale; must divide what the kernels need (64 for widths like 576)."""
-    symmetric: bool = True
-    """No zero points."""
+    symmetry: Literal["auto", "symmetric", "asymmetric"] = "auto"
+    """symmetric: no zero points; auto: asymmetric for awq and awq+gptq, else symmetric."""
     act_order: Literal["static", "natural", "activation"] = "static"
     """Columns by descending activation with groups as stored (static, free at run time), as they
     are stored (natural), or with groups along that order (activation: a g_idx table)."""
     damp: float = 0.02
     """Added to the Hessian's diagonal as a fraction of its mean, in (0, 1]."""
+    clip: bool = True
+    """Search each group's range instead of taking its extremes."""
     sequences: int = 32
     """Calibration sequences, at least 1."""
     sequence_tokens: int = 512
     """Tokens of a calibration sequence, from 2 to the model's context."""
+    batch_sequences: int = 8
+    """Sequences of one forward; bounds memory."""
     seed: int = 0
     """Of the choice of calibration sequences."""
     skip: tuple[str, ...] = ()
     """Regular expressions; linears whose full name matches one stay as they are."""
+    override: tuple[str, ...] = ()
+    """Exceptions, PATTERN=bits:8,group:32 or PATTERN=skip; the first that matches counts."""
+    held_out: Path | None = None
+    """Text to compare the two models on; unless given, what calibration left of its own."""
+    held_out_windows: int = 4
+    """Windows of sequence-tokens tokens for the comparison; 0: none."""
+    max_kl: float | None = None
+    """Gate: exit with 3 when KL(unquantized || quantized) on the held-out text is above, nats."""
+    max_ppl_increase: float | None = None
+    """Gate: exit with 3 when perplexity rises by a larger fraction (0.05: five percent)."""
+    max_shard_gb: float = 5.0
+    """Largest safetensors file, GB (1e9 bytes), above 0."""
+    dry_run: bool = False
+    """Predict peak memory, time and disk; write nothing."""
     overwrite: bool = False
     """Replace `out` where it is a model folder with nothing else in it."""
+    dtype: RunDtype = "auto"
+    """Of weights and activations while it runs; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
 
     def __post_init__(self) -> None:
         recipe_of(self)
-        if self.method == "gptq" and self.text is None:
-            raise bad_value("quantize", "text", "be given for gptq", "none", "name a text file")
+        least = {"held_out_windows": 0, "batch_sequences": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise bad_value(
+                    "quantize", name, f"be at least {low}", getattr(self, name), "e.g. 4"
+                )
+        if self.max_shard_gb <= 0:
+            raise bad_value("quantize", "max_shard_gb", "be above 0", self.max_shard_gb, "e.g. 5")
+        gates = {"max_kl": self.max_kl, "max_ppl_increase": self.max_ppl_increase}
+        for name, value in gates.items():
+            if value is not None and (value < 0 or self.held_out_windows == 0):
+                got = "no held-out windows" if value >= 0 else value
+                raise bad_value(
+                    "quantize", name, "be 0 or more, with held-out text", got, "e.g. 0.1"
+                )
+
+    @property
+    def symmetric(self) -> bool:
+        """What `symmetry` comes to."""
+        if self.symmetry == "auto":
+            return not self.method.startswith("awq")
+        return self.symmetry == "symmetric"
 
 
 def recipe_of(config: QuantizeConfig) -> Recipe:
     """What the flags say, for quant. Raises: ValueError for values out of range."""
-    by_activation = config.method == "gptq" and config.act_order == "activation"
+    solves = config.method in ("gptq", "awq+gptq")
+    by_activation = solves and config.act_order == "activation"
     facts = SourceFacts(symmetric=config.symmetric, desc_act=by_activation)
     layout = target_layout(
         GPTQFormat(bits=config.bits, group_size=config.group_size), config.format, facts
@@ -95,8 +139,17 @@ def recipe_of(config: QuantizeConfig) -> Recipe:
     return Recipe(
         method=config.method,
         layout=layout,
-        gptq=GPTQOptions(order=config.act_order, damping=config.damp),
-        overrides=tuple(Override(pattern=pattern, skip=True) for pattern in config.skip),
+        gptq=GPTQOptions(
+            order=config.act_order if solves else "static",
+            damping=config.damp,
+            clip_search=config.clip,
+        ),
+        awq=AWQOptions(clip=config.clip),
+        overrides=(
+            *(Override(pattern=pattern, skip=True) for pattern in config.skip),
+            *(parse_override(text) for text in config.override),
+        ),
+        batch_sequences=config.batch_sequences,
     )
 
 
@@ -106,28 +159,14 @@ def quantize(config: QuantizeConfig) -> Result:
     Raises: UserError for a model or text that cannot be used, text too short, an `out` that exists,
     a disk that refuses; ValueError for widths that the group size does not fit.
     """
-    check_out("quantize", config.out, config.model, overwrite=config.overwrite)
-    recipe = recipe_of(config)
-    raw = load_hf_config(config.model)
-    token_ids = _calibration(config)
-    device = choose_device(config.device)
-    model = load_pretrained(config.model, dtype=torch.float32, device=device)
-    model.eval().requires_grad_(False)
-    _check_layers(model, recipe)
-    done = quantize_model(model, None if token_ids is None else token_ids.to(device), recipe)
-    summary = done.summary() | {"config": _plain(config)}
-    size = save_quantized(
-        config.out,
-        raw,
-        _stored(model, config.model),
-        done.weights,
-        recipe,
-        extras=Extras(
-            files=tuple(_companions(config.model)),
-            texts=((QUANTIZE_REPORT, json.dumps(summary, indent=1)),),
-        ),
-        overwrite=config.overwrite,
-    )
+    if not config.dry_run:
+        check_out("quantize", config.out, config.model, overwrite=config.overwrite)
+    job = prepare(Job.of(config, recipe_of(config)))
+    check_layers(job.model, job.recipe)
+    progress.say(plan_text(job))
+    if config.dry_run:
+        return {"out": str(config.out), "dry_run": True, **job.said()}
+    done, size, seen = run_job(job, lambda done, seen: written_texts(job, done, seen))
     return {
         "model": str(config.model),
         "out": str(config.out),
@@ -144,62 +183,19 @@ def quantize(config: QuantizeConfig) -> Result:
         "bytes": size.total_bytes,
         "bytes_16bit": size.unquantized_bytes,
         "worst": [asdict(report) for report in done.worst()],
+        "folds": [sum(fold.accepted for fold in done.folds), len(done.folds)],
+        "evaluation": None if done.evaluation is None else asdict(done.evaluation),
+        "gates": verdict(config.max_kl, config.max_ppl_increase, done),
+        "dry_run": False,
+        **job.said(),
+        **seen,
     }
 
 
-def _calibration(config: QuantizeConfig) -> torch.Tensor | None:
-    if config.method != "gptq":
-        return None
-    assert config.text is not None
-    text = read_text(config.text)
-    return calibration_blocks(
-        torch.tensor(Tokenizer(config.model).encode(text)),
-        sequences=config.sequences,
-        length=config.sequence_tokens,
-        seed=config.seed,
-    )
-
-
-def _check_layers(model: Decoder, recipe: Recipe) -> None:
-    """Refuse widths that cannot be packed before minutes of work."""
-    for index in range(len(model.blocks)):
-        for name in (name for group in model.linear_groups() for name in group):
-            layout = recipe.layout_of(f"{model.block_prefix(index)}.{name}")
-            weight = model.blocks[index].get_parameter(f"{name}.weight")
-            n, k = weight.shape
-            if layout is None:
-                continue
-            layout.tensor_specs(n, k)
-            if layout.group_size is not None and k % layout.group_size:
-                raise bad_value(
-                    "quantize",
-                    "group_size",
-                    f"divide the {k} inputs of {name}",
-                    layout.group_size,
-                    "choose a divisor, for example 64, or skip the layer",
-                )
-
-
-def _stored(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors in the dtype of the source's files (what is plain stays bit for bit)."""
-    source = TensorFolder(folder)
-    tensors = {}
-    for name, tensor in state_tensors(model).items():
-        tensors[name] = tensor.to(source.get(name).dtype) if name in source else tensor
-    return tensors
-
-
-def _companions(folder: Path) -> list[Path]:
-    names = (*TOKENIZER_FILES, GENERATION_CONFIG)
-    return [folder / name for name in names if (folder / name).is_file()]
-
-
-def _plain(config: QuantizeConfig) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
-
-
 def show(result: Result) -> str:
-    """Sizes and the worst layers."""
+    """Sizes, what the comparison says, and the worst layers."""
+    if result["dry_run"]:
+        return ""
     rows = [
         (worst["name"], f"{worst['relative_error']:.4f}")
         for worst in result["worst"]
@@ -210,14 +206,34 @@ def show(result: Result) -> str:
         f"{result['group_size']}, {bytes_text(result['bytes'])} (16-bit: "
         f"{bytes_text(result['bytes_16bit'])}), {result['quantize_seconds']:.0f} s"
     ]
+    if said := result["evaluation"]:
+        lines.append(
+            f"held-out text: perplexity {said['ppl_before']:.3f} -> {said['ppl_after']:.3f}, KL "
+            f"{said['kl']:.4f}, same first choice {100 * said['top1_agreement']:.1f} % of "
+            f"{said['tokens']:,} tokens"
+        )
+    if result["folds"][1]:
+        lines.append(f"scales folded at {result['folds'][0]} of {result['folds'][1]} places")
     if rows:
         lines += ["", table(("worst layers", "relative output error"), rows)]
+    lines += [f"gate: {line}" for line in result["gates"]]
     return "\n".join(lines)
 
 
 def kept(config: QuantizeConfig) -> str:
     """After Ctrl-C."""
+    folder = journal_folder(config.out)
+    if folder.is_dir():
+        return (
+            f"{config.out} is as it was before; finished blocks are kept in {folder}, the same "
+            "command goes on from there"
+        )
     return f"{config.out} is as it was before"
 
 
-COMMAND = Command(run=quantize, config=QuantizeConfig, show=show, kept=kept)
+def exit_code(result: Result) -> int:
+    """3 where a gate refuses the result."""
+    return GATE_FAILED if result.get("gates") else 0
+
+
+COMMAND = Command(run=quantize, config=QuantizeConfig, show=show, kept=kept, code=exit_code)

@@ -1,4 +1,5 @@
-"""`ridgeline train`: text files to a trained decoder, interruptible and resumable."""
+"""`ridgeline train`: text files to a trained decoder, interruptible and resumable; on one process,
+or under `torchrun -m ridgeline train` on as many as the layout asks for."""
 
 from __future__ import annotations
 
@@ -80,5 +81,6 @@ COMMAND = Command(
     show=show,
     kept=kept,
     defaults=config_file,
-    note="--config FILE reads a TOML file first; its values become the defaults below.",
+    note="--config FILE reads a TOML file first; its values become the defaults below. Many "
+    "processes are started by torchrun, see docs/train.md.",
 )

@@ -5,7 +5,10 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
-RANK, LOCAL_RANK, WORLD_SIZE   set by torchrun
+RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
+RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
+TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
+                       quiet_profiler)
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ def wheels_dir() -> Path | None:
     """A folder with wheels that the user fetched, or None."""
     own = os.environ.get("RIDGELINE_WHEELS")
     return Path(own).expanduser() if own else None
+
+
+def api_key() -> str | None:
+    """The server's key, or None; a flag would show it to everyone who can list processes."""
+    return os.environ.get("RIDGELINE_API_KEY") or None
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -52,6 +60,23 @@ def local_rank() -> int:
 def world_size() -> int:
     """Number of processes under torchrun; 1 for a single process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Number of processes on this node under torchrun; 1 for a single process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def record_collectives(count: int = 512) -> None:
+    """Let PyTorch remember the last collectives of this process, for a report of a hang; to be
+    called before the process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(count))
+
+
+def quiet_profiler() -> None:
+    """Keep PyTorch's profiler from writing its own log lines to stderr; to be called before its
+    first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
 
 
 def triton_interpreted() -> bool:

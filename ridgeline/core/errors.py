@@ -30,3 +30,14 @@ def bad_type(op: str, arg: str, must: str, got: object, do: str) -> TypeError:
 def unsupported(op: str, arg: str, must: str, got: object, do: str) -> NotImplementedError:
     """A NotImplementedError in the project's form, to be raised by the caller."""
     return NotImplementedError(message(op, arg, must, got, do))
+
+
+def common(error: BaseException) -> BaseException:
+    """Mark an error that every rank raises alike: the first rank alone tells it."""
+    error.__dict__["raised_on_every_rank"] = True
+    return error
+
+
+def is_common(error: BaseException) -> bool:
+    """Whether `common` marked it."""
+    return bool(error.__dict__.get("raised_on_every_rank"))

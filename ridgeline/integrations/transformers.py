@@ -16,13 +16,14 @@ import functools
 import importlib
 import importlib.metadata
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from ridgeline.core.errors import UserError
+from ridgeline.core.errors import UserError, bad_value
 from ridgeline.integrations import kernel_package
 from ridgeline.integrations.hf_attention import ridgeline_attention
 from ridgeline.integrations.hf_masks import make_mask_function
-from ridgeline.integrations.hf_quantizer import take_over
+from ridgeline.integrations.hf_quantizer import METHODS, take_over
 
 NAME = "ridgeline"
 PACKAGE_NAME = "ridgeline_flash"
@@ -55,18 +56,34 @@ def enable() -> None:
     _let_models_take_it(modeling.PreTrainedModel, utils)
 
 
-def enable_gptq() -> None:
-    """Make from_pretrained run GPTQ folders on our kernels, in the place of its own loader.
+def enable_quantized(methods: Sequence[str] = METHODS) -> None:
+    """Make from_pretrained run quantized folders on our kernels, in the place of its own loaders.
 
-    This replaces Transformers' entries for quant_method "gptq" in this process, openly and only
-    here. Calling it again changes nothing. Raises: UserError as enable().
+    methods: which of gptq, awq and compressed-tensors. This replaces Transformers' entries for
+    these in this process, openly and only here. Calling it again changes nothing.
+    Raises: ValueError for another method; UserError as enable().
     """
+    for method in methods:
+        if method not in METHODS:
+            raise bad_value(
+                "transformers",
+                "methods",
+                f"be among {', '.join(METHODS)}",
+                repr(method),
+                "leave the others to Transformers",
+            )
     _check_version()
     take_over(
         importlib.import_module("transformers.quantizers.auto"),
         importlib.import_module("transformers.quantizers.base"),
         importlib.import_module("transformers.utils.quantization_config"),
+        methods,
     )
+
+
+def enable_gptq() -> None:
+    """enable_quantized(["gptq"])."""
+    enable_quantized(["gptq"])
 
 
 def _check_version() -> None:

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from ridgeline.core.errors import bad_value
+from ridgeline.core.protocols import ScaleFold
 from ridgeline.nn.cache import Cache
 from ridgeline.nn.config import DecoderConfig
-from ridgeline.nn.layers import Block, LayerList, Step
+from ridgeline.nn.layers import Attend, Block, LayerList, Step
 from ridgeline.nn.rope import cos_sin
 
 META = torch.device("meta")
@@ -163,9 +164,11 @@ class Decoder(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         cache: Cache | None = None,
+        attend: Attend | None = None,
     ) -> torch.Tensor:
         """Hidden states before the final norm, [B, S, C]; arguments as `forward`. With `head` on
-        slices of it, a loss never holds all logits."""
+        slices of it, a loss never holds all logits. attend: what attends instead of the blocks
+        (context parallel; positions are given then)."""
         x_BSC = self.embed(token_ids) if self.model.embed_tokens is not None else token_ids
         B, S = x_BSC.shape[:2]
         if cu_seqlens is not None:
@@ -180,7 +183,7 @@ class Decoder(nn.Module):
         elif positions is None:
             positions = torch.arange(S, device=x_BSC.device)
         self._check_length(S if max_seqlen is None else max_seqlen)
-        step = self._step(positions, cu_seqlens, max_seqlen or 0, cache)
+        step = self._step(positions, cu_seqlens, max_seqlen or 0, cache, attend)
         for block in self.model.layers:
             x_BSC = block(x_BSC, step)
         if cache is not None:
@@ -193,11 +196,19 @@ class Decoder(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int = 0,
         cache: Cache | None = None,
+        attend: Attend | None = None,
     ) -> Step:
         if positions.dim() == 1:
             positions = positions.unsqueeze(0)
         cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions)
-        return Step(cos=cos, sin=sin, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
+        return Step(
+            cos=cos,
+            sin=sin,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            cache=cache,
+            attend=attend,
+        )
 
     def _check_length(self, seqlen: int) -> None:
         if seqlen > self.config.max_seqlen:
@@ -234,11 +245,51 @@ class Decoder(nn.Module):
         assert self.model.embed_tokens is not None, "this stage holds no embedding"
         return self.model.embed_tokens(token_ids)
 
-    def run_block(self, index: int, x_BSC: torch.Tensor) -> torch.Tensor:
-        """One block over full causal sequences starting at position 0."""
-        self._check_length(x_BSC.shape[1])
-        positions = torch.arange(x_BSC.shape[1], device=x_BSC.device)
-        return self.model.layers[index](x_BSC, self._step(positions))
+    def run_block(
+        self, index: int, x_BSC: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One block over full causal sequences starting at position 0; cu_seqlens: int32 starts of
+        packed sequences in the flattened tokens."""
+        B, S = x_BSC.shape[:2]
+        if cu_seqlens is None:
+            self._check_length(S)
+            step = self._step(torch.arange(S, device=x_BSC.device))
+        else:
+            longest = int(cu_seqlens.diff().max())
+            self._check_length(longest)
+            positions = packed_positions(cu_seqlens, B * S).unflatten(0, (B, S))
+            step = self._step(positions, cu_seqlens, longest)
+        return self.model.layers[index](x_BSC, step)
+
+    def scale_folds(self) -> list[ScaleFold]:
+        """Where the input channels of a block's linears can be scaled at no cost."""
+        attention, mlp = "self_attn", "mlp"
+        return [
+            ScaleFold(
+                producer="input_layernorm",
+                consumers=tuple(f"{attention}.{name}_proj" for name in "qkv"),
+                parent=attention,
+                mixes_positions=True,
+                norm="w",
+            ),
+            ScaleFold(
+                producer=f"{attention}.v_proj",
+                consumers=(f"{attention}.o_proj",),
+                run=self.config.head_dim,
+                repeats=self.config.num_heads // self.config.num_kv_heads,
+            ),
+            ScaleFold(
+                producer="post_attention_layernorm",
+                consumers=(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                parent=mlp,
+                norm="w",
+            ),
+            ScaleFold(producer=f"{mlp}.up_proj", consumers=(f"{mlp}.down_proj",)),
+        ]
+
+    def bilinear(self) -> tuple[str, ...]:
+        """Linears whose outputs are multiplied with each other."""
+        return ("self_attn.q_proj", "self_attn.k_proj")
 
     def head(self, x_BSC: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary projection -> logits [B, S, V]."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,18 @@ from ridgeline.kernels.attention import flash_attn_func, flash_attn_varlen_func
 from ridgeline.nn.cache import Cache
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.rope import rotate
+
+
+class Attend(Protocol):
+    """Attention over more tokens than these (a sequence spread over ranks)."""
+
+    def __call__(
+        self,
+        q_BSHD: torch.Tensor,
+        k_BSGD: torch.Tensor,
+        v_BSGD: torch.Tensor,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,8 @@ class Step:
     max_seqlen: int = 0
     """Tokens of the longest document, with cu_seqlens."""
     cache: Cache | None = None
+    attend: Attend | None = None
+    """What attends instead of this module, if anything."""
 
 
 class Attention(nn.Module):
@@ -71,6 +86,8 @@ class Attention(nn.Module):
     def _attend(
         self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, step: Step
     ) -> torch.Tensor:
+        if step.attend is not None:
+            return step.attend(q_BSHD, k_BSGD, v_BSGD, self.window_size)
         if step.cache is not None:
             return step.cache.attend(self.layer, q_BSHD, k_BSGD, v_BSGD, self.window_size)
         if step.cu_seqlens is None:

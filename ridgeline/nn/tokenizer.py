@@ -64,6 +64,10 @@ class Tokenizer:
         """Id of a token's text, or None."""
         return self._tokenizer.token_to_id(token)
 
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it (not its text), or None."""
+        return self._tokenizer.id_to_token(token_id)
+
     def role_id(self, role: str) -> int | None:
         """Id of "eos_token", "bos_token", ..., or None where the tokenizer has none."""
         token = self.special_tokens.get(role)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def config_of(
         )
         for override in recipe.overrides
     )
-    is_gptq = recipe.method == "gptq"
+    is_gptq = recipe.solver == "gptq"
     return GPTQConfig(
         layout=layout,
         rules=rules,
@@ -178,54 +178,88 @@ def write_checkpoint(
 
     Raises: UserError when the folder exists or the disk refuses.
     """
-    extras, entry = extras or Extras(), checkpoint.quantization.to_dict()
+    extras = extras or Extras()
     config = {k: v for k, v in checkpoint.config.items() if k not in CONFIG_KEYS}
     tensors = dict(checkpoint.plain)
     for name, parts in checkpoint.packed.items():
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    stored = [Stored.of(name, tensor) for name, tensor in tensors.items()]
+    write_stored(
+        folder, config, checkpoint.quantization, stored, extras=extras, overwrite=overwrite
+    )
+    return size_of(checkpoint.plain, checkpoint.packed, checkpoint.quantization)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor to be written, read only when its shard is."""
+
+    name: str
+    num_bytes: int
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Stored:
+        """A tensor that is in memory."""
+        return cls(name=name, num_bytes=tensor.nbytes, read=lambda: tensor)
+
+
+def write_stored(
+    folder: Path | str,
+    config: Mapping[str, Any],
+    quantization: Quantization,
+    stored: list[Stored],
+    *,
+    extras: Extras,
+    overwrite: bool = False,
+) -> None:
+    """Write a quantized folder with one shard's tensors in memory at a time, all or nothing.
+
+    config: config.json without an entry for quantization. Raises: UserError as write_checkpoint.
+    """
+    entry = quantization.to_dict()
     with atomic_dir(Path(folder), overwrite=overwrite) as temporary:
-        _write_json(temporary / "config.json", config | {"quantization_config": entry})
-        if checkpoint.quantization.side_file:
-            _write_json(temporary / checkpoint.quantization.side_file, entry)
-        _write_tensors(temporary, tensors, extras.max_shard_bytes)
+        _write_json(temporary / "config.json", {**config, "quantization_config": entry})
+        if quantization.side_file:
+            _write_json(temporary / quantization.side_file, entry)
+        _write_tensors(temporary, stored, extras.max_shard_bytes)
         for file in extras.files:
             shutil.copyfile(file, temporary / file.name)
         for name, text in extras.texts:
             (temporary / name).write_text(text, encoding="utf-8")
-    return size_of(checkpoint.plain, checkpoint.packed, checkpoint.quantization)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], limit: int) -> None:
-    shards = list(_shards(tensors, limit))
+def _write_tensors(folder: Path, stored: list[Stored], limit: int) -> None:
+    shards = list(_shards(stored, limit))
     names: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        contents = {name: tensors[name].detach().cpu().contiguous() for name in shard}
+        contents = {each.name: each.read().detach().cpu().contiguous() for each in shard}
         try:
             save_file(contents, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise UserError(f"write: could not write {file}: {error}") from error
-        names.update(dict.fromkeys(shard, file))
+        names.update(dict.fromkeys(contents, file))
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(each.num_bytes for each in stored)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[list[str]]:
-    shard: list[str] = []
+def _shards(stored: list[Stored], limit: int) -> Iterator[list[Stored]]:
+    shard: list[Stored] = []
     held = 0
-    for name, tensor in tensors.items():
-        if shard and held + tensor.nbytes > limit:
+    for each in stored:
+        if shard and held + each.num_bytes > limit:
             yield shard
             shard, held = [], 0
-        shard.append(name)
-        held += tensor.nbytes
+        shard.append(each)
+        held += each.num_bytes
     yield shard
 
 

@@ -22,7 +22,10 @@ import torch
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.grid import GridSpec, group_view, range_params
+from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
+
+_HESSIAN_STRIPS, _LEAST_STRIP = 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +83,8 @@ class LayerReport:
     """tr (Q - W) H (Q - W)^T over tokens and outputs: mean squared output error."""
     relative_error: float
     """sqrt of the loss over the mean squared output: norm(X (Q - W)^T) / norm(X W^T)."""
-    damping: float
-    """The fraction that was used, after any raises."""
+    damping: float | None
+    """The fraction that was used, after any raises; None: nothing was damped (rounding)."""
     damping_raises: int
     dead_columns: int
     """Inputs that were always zero; their weights are set to zero."""
@@ -89,24 +92,51 @@ class LayerReport:
 
 @dataclass(slots=True, kw_only=True)
 class Hessian:
-    """X^T X of a layer's inputs, streamed in fp32, and the number of rows seen."""
+    """X^T X of a layer's inputs, streamed, and the number of rows seen.
+
+    Each batch's product is made in fp32 (16-bit inputs on a GPU: exact products, fp32 sums), and
+    batches are summed in fp64, so that the result does not depend on who had which batch.
+    """
 
     sum_KK: torch.Tensor
+    """fp64; only blocks on and above the diagonal are filled until `mean`."""
     tokens: int = 0
 
     @classmethod
     def zeros(cls, k: int, device: torch.device | str = "cpu") -> Hessian:
-        return cls(sum_KK=torch.zeros(k, k, dtype=torch.float32, device=device))
+        return cls(sum_KK=torch.zeros(k, k, dtype=torch.float64, device=device))
 
     def add(self, x_MK: torch.Tensor) -> None:
         """Take in more rows [..., K]."""
-        x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1]).float()
-        self.sum_KK.addmm_(x_MK.T, x_MK)
+        x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1])
+        narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)
+        x_MK = x_MK if narrow else x_MK.float()
+        for start, stop in self._strips():
+            left, right = x_MK[:, start:stop].T, x_MK[:, start:]
+            product = torch.mm(left, right, out_dtype=torch.float32) if narrow else left @ right
+            self.sum_KK[start:stop, start:].add_(product)
         self.tokens += x_MK.shape[0]
 
+    def _strips(self) -> list[tuple[int, int]]:
+        """Strips of rows; each is computed from the diagonal on, so most of the half below is not
+        computed at all."""
+        K = len(self.sum_KK)
+        width = max(-(-K // _HESSIAN_STRIPS), _LEAST_STRIP)
+        return [(start, min(start + width, K)) for start in range(0, K, width)]
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Add up what the ranks have seen."""
+        ranks.sum_(self.sum_KK)
+        tokens = torch.tensor(self.tokens, dtype=torch.int64, device=self.sum_KK.device)
+        ranks.sum_(tokens)
+        self.tokens = int(tokens)
+
     def mean(self) -> torch.Tensor:
-        """X^T X / tokens."""
-        return self.sum_KK / max(self.tokens, 1)
+        """X^T X / tokens, fp32."""
+        mean_KK = (self.sum_KK / max(self.tokens, 1)).float()
+        for start, stop in self._strips():
+            mean_KK[stop:, start:stop] = mean_KK[start:stop, stop:].T
+        return mean_KK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +158,7 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
 
     Raises: UserError when H stays indefinite at damping_limit or is not finite.
     """
-    if not bool(torch.isfinite(hessian_KK).all()):
-        raise UserError(
-            f"gptq: the inputs of {name} must be finite, got NaN or infinity; the model overflows "
-            "in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
-        )
+    check_inputs(hessian_KK, name)
     diagonal = hessian_KK.diagonal()
     dead = diagonal <= 0
     H = hessian_KK.clone()
@@ -174,6 +200,21 @@ def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return upper, not bool(torch.isfinite(upper).all())
 
 
+def check_inputs(hessian_KK: torch.Tensor, name: str) -> None:
+    """Refuse inputs that were NaN or infinite somewhere. Raises: UserError naming the layer."""
+    if not bool(torch.isfinite(hessian_KK).all()):
+        raise UserError(
+            f"quantize: the inputs of {name} must be finite, got NaN or infinity; the model "
+            "overflows in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
+        )
+
+
+def check_weights(weights: list[torch.Tensor], name: str) -> None:
+    """check_finite of several. Raises: UserError naming the first layer of the group."""
+    for w_NK in weights:
+        check_finite(w_NK, name)
+
+
 def check_finite(w_NK: torch.Tensor, name: str) -> None:
     """Refuse a weight that no code stands for. Raises: UserError naming the layer."""
     if not bool(torch.isfinite(w_NK).all()):
@@ -197,8 +238,7 @@ def quantize_layers(
     Shapes: weights [N_i, K] each; hessian [K, K], mean over tokens of x x^T, fp32 (fp64 stays).
     Raises: UserError when H cannot be factorized or a weight is not finite.
     """
-    for w_NK in weights:
-        check_finite(w_NK, name)
+    check_weights(weights, name)
     H = hessian_KK if hessian_KK.dtype == torch.float64 else hessian_KK.float()
     solver = _Solver(weights, H, factorize(H, options, name), spec, group_size, options)
     signed_KN = solver.solve()

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ridgeline.core.dtypes import torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.quant.awq import AWQOptions
 from ridgeline.quant.gptq import GPTQOptions
 
-METHODS = ("rtn", "gptq")
+METHODS = ("rtn", "gptq", "awq", "awq+gptq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,45 @@ class Override:
             )
 
 
+def parse_override(text: str) -> Override:
+    """An exception in one word: "PATTERN=bits:8,group:32" or "PATTERN=skip".
+
+    Raises: ValueError for another form or values that make no sense.
+    """
+    pattern, found, rest = text.rpartition("=")
+    if rest == "skip" and found:
+        return Override(pattern=pattern, skip=True)
+    values: dict[str, int] = {}
+    for part in rest.split(","):
+        key, _, number = part.partition(":")
+        if not found or key not in ("bits", "group") or not number.isdigit() or key in values:
+            raise bad_value(
+                "quantize",
+                "override",
+                "be PATTERN=bits:N,group:N or PATTERN=skip",
+                repr(text),
+                "for example 'down_proj=bits:8'",
+            )
+        values[key] = int(number)
+    return Override(pattern=pattern, bits=values.get("bits"), group_size=values.get("group"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One quantization run."""
 
     method: str = "gptq"
-    """rtn or gptq."""
+    """rtn, gptq, awq (fold scales, then round with searched ranges) or awq+gptq (fold scales, then
+    solve)."""
     layout: WeightFormat = field(default_factory=lambda: GPTQFormat(group_size=64))
     """Form of the result: width, group size, symmetry, storage dtype."""
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
     """How gptq solves a layer."""
+    awq: AWQOptions = field(default_factory=AWQOptions)
+    """How awq searches scales."""
+    plain_dtype: str | None = None
+    """Dtype in which norms will be stored, to which a folded norm is rounded; None: the model's
+    own."""
     overrides: tuple[Override, ...] = ()
     """The first whose pattern matches a layer counts."""
     batch_sequences: int = 8
@@ -79,7 +110,7 @@ class Recipe:
             raise bad_value(
                 "quantize", "batch_sequences", "be at least 1", self.batch_sequences, "8 is usual"
             )
-        if (self.gptq.order == "activation" and self.method == "gptq") != self.layout.desc_act:
+        if (self.gptq.order == "activation" and self.solver == "gptq") != self.layout.desc_act:
             raise bad_value(
                 "quantize",
                 "layout.desc_act",
@@ -87,6 +118,20 @@ class Recipe:
                 f"desc_act={self.layout.desc_act}, order={self.gptq.order}",
                 "set both",
             )
+
+    @property
+    def folds(self) -> bool:
+        """Whether scales are folded first."""
+        return self.method.startswith("awq")
+
+    @property
+    def solver(self) -> str:
+        """How a layer's codes are found: rtn, clip or gptq."""
+        return {"rtn": "rtn", "awq": "clip"}.get(self.method, "gptq")
+
+    def norm_dtype(self) -> torch.dtype | None:
+        """plain_dtype as torch names it."""
+        return None if self.plain_dtype is None else torch_dtype(self.plain_dtype)
 
     def layout_of(self, name: str) -> WeightFormat | None:
         """The form of one layer by its full name; None: leave it as it is."""
@@ -124,5 +169,10 @@ def calibration_blocks(
             f"quantize: the calibration text must hold {sequences} x {length} = "
             f"{sequences * length} tokens, got {token_ids.numel()}; give more text or ask for less"
         )
-    pick = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:sequences]
+    pick = chosen_blocks(blocks, sequences, seed)
     return token_ids.reshape(-1)[: blocks * length].reshape(blocks, length)[pick].long()
+
+
+def chosen_blocks(blocks: int, sequences: int, seed: int) -> torch.Tensor:
+    """Which of so many blocks a seed takes: int64 [sequences], none twice."""
+    return torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:sequences]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.formats.base import QuantizedWeight
+from ridgeline.quant.awq import FoldReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,36 @@ class ModuleReport:
     """Fraction of the mean diagonal that was added to H; None without calibration."""
     damping_raises: int
     dead_columns: int
+    bytes: float
+    """That a matmul must read."""
     seconds: float
     """Of the solve; layers that were solved together share it equally."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReport:
+    """One block."""
+
+    name: str
+    held_out_error: float | None
+    """Norm of the difference of its output, all blocks so far quantized, from the unquantized
+    model's, over the norm of the latter, on held-out tokens; None without an evaluation."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """The quantized model against the unquantized one on held-out tokens."""
+
+    ppl_before: float
+    ppl_after: float
+    kl: float
+    """Mean KL(unquantized || quantized) of next-token distributions, nats."""
+    top1_agreement: float
+    """Share of positions with the same most likely token, 0 .. 1."""
+    tokens: int
+    """Scored tokens."""
+    window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +67,13 @@ class QuantizedModel:
     """What a run returns."""
 
     weights: dict[str, QuantizedWeight]
-    """By full module name."""
+    """By full module name; empty where a journal took them."""
     reports: list[ModuleReport]
     skipped: list[str]
     """Linears left as they were, by the recipe."""
+    folds: list[FoldReport]
+    blocks: list[BlockReport]
+    evaluation: EvaluationReport | None
     calibration_tokens: int
     seconds: float
 
@@ -56,9 +88,12 @@ class QuantizedModel:
             "skipped": self.skipped,
             "calibration_tokens": self.calibration_tokens,
             "seconds": round(self.seconds, 2),
-            "bytes": packed_bytes(self.weights),
+            "bytes": sum(report.bytes for report in self.reports),
             "damping_raises": sum(report.damping_raises for report in self.reports),
             "dead_columns": sum(report.dead_columns for report in self.reports),
+            "evaluation": None if self.evaluation is None else asdict(self.evaluation),
+            "blocks": [asdict(block) for block in self.blocks],
+            "folds": [asdict(fold) for fold in self.folds],
             "modules": [asdict(report) for report in self.reports],
         }
 

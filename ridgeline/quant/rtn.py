@@ -1,7 +1,9 @@
-"""Round to nearest: every weight to the closest code of its group's plain range. The baseline.
+"""Round to nearest: every weight to the closest code of its group's range.
 
 Symmetric scale absmax / (2^(bits-1) - 1/2), asymmetric (max - min) / (2^bits - 1) with a whole zero
-point; no calibration, no search. Bytes: each weight read once.
+point. `quantize_layer_rtn` takes the plain range, no calibration: the baseline.
+`quantize_layers_clipped` searches narrower ranges by the error they leave in the output: AWQ's last
+step.
 """
 
 from __future__ import annotations
@@ -10,8 +12,60 @@ import torch
 
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
+from ridgeline.formats.grid import GridSpec, group_view, quantize_rtn, quantize_with
+from ridgeline.quant.gptq import LayerReport, check_inputs, check_weights, output_error
+from ridgeline.quant.scales import fit_clipped_params
 
 
 def quantize_layer_rtn(w_NK: torch.Tensor, layout: WeightFormat) -> QuantizedWeight:
     """The nearest codes of a weight on a format's grid, groups in stored order."""
     return layout.quantize_ref(w_NK)
+
+
+def quantize_layers_clipped(
+    weights: list[torch.Tensor],
+    hessian_KK: torch.Tensor,
+    spec: GridSpec,
+    group_size: int,
+    clipped: list[bool],
+    *,
+    name: str = "layer",
+) -> list[tuple[QuantizedWeight, LayerReport]]:
+    """Round layers that share an input, each with searched ranges or with plain ones.
+
+    Shapes: weights [N_i, K]; hessian [K, K], mean over tokens of x x^T; clipped: one flag a layer.
+    Raises: UserError for a weight or an input that is not finite.
+    """
+    check_weights(weights, name)
+    check_inputs(hessian_KK, name)
+    blocks_RGG = _diagonal_blocks(hessian_KK, group_size)
+    results = []
+    for w_NK, clip in zip(weights, clipped, strict=True):
+        w_NK = w_NK.float()
+        if clip:
+            params = fit_clipped_params(group_view(w_NK, group_size), blocks_RGG, spec)
+            weight = quantize_with(w_NK, *params, spec, group_size)
+        else:
+            weight = quantize_rtn(w_NK, spec, group_size)
+        loss, relative = output_error(w_NK, weight.dequantize(), hessian_KK)
+        report = LayerReport(
+            loss=loss,
+            relative_error=relative,
+            damping=None,
+            damping_raises=0,
+            dead_columns=int((hessian_KK.diagonal() <= 0).sum()),
+        )
+        results.append((weight, report))
+    return results
+
+
+def _diagonal_blocks(hessian_KK: torch.Tensor, group_size: int) -> torch.Tensor:
+    """[R, g, g]; a short last group is filled with zeros."""
+    K = len(hessian_KK)
+    R = -(-K // group_size)
+    blocks = hessian_KK.new_zeros(R, group_size, group_size)
+    for r in range(R):
+        part = slice(r * group_size, min((r + 1) * group_size, K))
+        held = hessian_KK[part, part]
+        blocks[r, : len(held), : len(held)] = held
+    return blocks

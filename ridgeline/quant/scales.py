@@ -92,3 +92,40 @@ def refit_scales(
     scale_RN = torch.linalg.solve(A_NRR, b_RN.T.unsqueeze(-1)).squeeze(-1).T
     usable = torch.isfinite(scale_RN) & (scale_RN.abs() > 0.1 * old_RN.abs()) & ~empty.T
     return torch.where(usable, scale_RN, old_RN)
+
+
+def fit_clipped_params(
+    grouped: torch.Tensor,
+    hessian_RGG: torch.Tensor,
+    spec: GridSpec,
+    *,
+    ratios: tuple[float, ...] = _RATIOS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) [N, R] that round groups with the least squared error of their own share of the
+    output: e H_r e^T, H_r the group's block of H. Candidates as `fit_group_params`.
+
+    Shapes: grouped [N, R, g], hessian [R, g, g].
+    """
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    extreme = torch.where(high > -low, high, low)
+    middle = torch.full_like(low, float(spec.middle))
+
+    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        code = to_codes(grouped, scale[..., None], zero[..., None], spec.max_code)
+        wrong_RNG = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).transpose(0, 1)
+        return torch.bmm(wrong_RNG, hessian_RGG).mul_(wrong_RNG).sum(-1).T
+
+    best_scale, best_zero = range_params(low, high, spec)
+    least = error(best_scale, best_zero)
+    for ratio in ratios:
+        if spec.symmetric:
+            scale = extreme * (-ratio / spec.middle)
+            scale, zero = spec.store(torch.where(extreme == 0, 1.0, scale)), middle
+        else:
+            scale, zero = range_params(low * ratio, high * ratio, spec)
+        total = error(scale, zero)
+        better = total < least
+        least = torch.where(better, total, least)
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
+    return best_scale, best_zero

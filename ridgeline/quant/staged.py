@@ -17,6 +17,7 @@ import torch
 
 from ridgeline.core.errors import UserError
 from ridgeline.core.protocols import BlockwiseModel
+from ridgeline.quant.batches import Batch, run_batch
 
 
 class _AbandonedError(BaseException):
@@ -26,24 +27,25 @@ class _AbandonedError(BaseException):
 class _Forward(threading.Thread):
     """One batch's forward, suspended at hooks."""
 
-    def __init__(self, staged: StagedBlock, x_BSC: torch.Tensor) -> None:
+    def __init__(self, staged: StagedBlock, batch: Batch) -> None:
         super().__init__(daemon=True)
         self.staged = staged
-        self.x_BSC: torch.Tensor | None = x_BSC
+        self.batch: Batch | None = batch
         self.go, self.stopped = threading.Event(), threading.Event()
         self.abandoned = False
         self.at: str | None = None
         self.input: torch.Tensor | None = None
-        self.output: torch.Tensor | None = None
+        self.output: Batch | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
             self._wait()
-            x_BSC, self.x_BSC = self.x_BSC, None
-            assert x_BSC is not None
+            batch, self.batch = self.batch, None
+            assert batch is not None
             with torch.no_grad():
-                self.output = self.staged.model.run_block(self.staged.index, x_BSC)
+                output = run_batch(self.staged.model, self.staged.index, batch)
+            self.output = batch.carrying(output)
         except _AbandonedError:
             pass
         except BaseException as error:
@@ -81,11 +83,11 @@ class _Forward(threading.Thread):
 class StagedBlock:
     """Use as a context manager; iterate `stages()`, quantizing each group before the next step."""
 
-    def __init__(self, model: BlockwiseModel, index: int, batches: list[torch.Tensor]) -> None:
+    def __init__(self, model: BlockwiseModel, index: int, batches: list[Batch]) -> None:
         self.model, self.index = model, index
         self.block = model.blocks[index]
         self.groups = model.linear_groups()
-        self._forwards = [_Forward(self, x_BSC) for x_BSC in batches]
+        self._forwards = [_Forward(self, batch) for batch in batches]
         self._hooks: list[Any] = []
 
     def __enter__(self) -> StagedBlock:
@@ -131,7 +133,7 @@ class StagedBlock:
                 )
             yield forward.input
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Batch]:
         """Run to the end and return the block's outputs (through its quantized layers)."""
         outputs = []
         for forward in self._forwards:

@@ -15,10 +15,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY = "#3f83d6", "#dd7a36", "#3c9d70", "#8a8f98"
 _INK, _LINE = "#010203", "#030201"
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,
@@ -81,8 +82,8 @@ def loss_curve(
 ) -> str:
     """Training loss by step, the resume marked; `check` (steps, losses) of a run that was not
     interrupted as rings on the curve."""
-    with matplotlib.rc_context(_STYLE):
-        figure, (axes,) = _canvas(1, width=7.4, height=3.4)
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = canvas(1, width=7.4, height=3.4)
         axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="stopped and resumed")
         if check is not None:
             axes.plot(
@@ -99,14 +100,14 @@ def loss_curve(
         axes.set_ylabel("loss (nats a token)")
         axes.margins(x=0.01)
         axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9))
-        return _svg(figure, "loss")
+        return svg_text(figure, "loss")
 
 
 def bar_panels(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     """Horizontal bars side by side, one panel a quantity, the first bar the baseline."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         rows = max(len(bars) for _, bars in panels)
-        figure, all_axes = _canvas(len(panels), width=9.0, height=0.9 + 0.55 * rows)
+        figure, all_axes = canvas(len(panels), width=9.0, height=0.9 + 0.55 * rows)
         for axes, (title, bars) in zip(all_axes, panels, strict=True):
             colors = [GREY, *[ORANGE, BLUE, GREEN, ORANGE, BLUE][: len(bars) - 1]]
             places = range(len(bars))
@@ -121,7 +122,36 @@ def bar_panels(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
             axes.grid(axis="y", visible=False)
             axes.tick_params(left=False)
             axes.set_xlim(0, 1.28 * max(bar.value for bar in bars))
-        return _svg(figure, "bars")
+        return svg_text(figure, "bars")
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[int], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log: bool = False,
+) -> str:
+    """Curves over a whole-number axis, one name each: (name, places, values)."""
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = canvas(1, width=8.6, height=3.4)
+        palette = (BLUE, ORANGE, GREEN, "#8b62c9", "#c2506b", "#4aa3a8", GREY)
+        for number, (name, places, values) in enumerate(series):
+            color = palette[number % len(palette)]
+            axes.plot(
+                places, values, color=color, linewidth=1.6, marker="o", markersize=3.4, label=name
+            )
+        if log:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0.0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.margins(x=0.02)
+        if len(series) > 1:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return svg_text(figure, y)
 
 
 def roofline(read_gbps: float, tflops: dict[str, float], points: Sequence[RooflinePoint]) -> str:
@@ -129,8 +159,8 @@ def roofline(read_gbps: float, tflops: dict[str, float], points: Sequence[Roofli
 
     x: FLOPs a byte; y: TFLOP/s. A point on a slope moves bytes as fast as memory can.
     """
-    with matplotlib.rc_context(_STYLE):
-        figure, (axes,) = _canvas(1, width=8.2, height=4.6)
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = canvas(1, width=8.2, height=4.6)
         slope = read_gbps / 1e3
         ridges = [rate / slope for rate in tflops.values()]
         xs = [point.intensity for point in points] + ridges
@@ -161,16 +191,17 @@ def roofline(read_gbps: float, tflops: dict[str, float], points: Sequence[Roofli
             )  # fmt: skip
         axes.set_xlabel("arithmetic intensity (FLOP/byte)")
         axes.set_ylabel("TFLOP/s")
-        return _svg(figure, "roofline")
+        return svg_text(figure, "roofline")
 
 
-def _canvas(panels: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def canvas(panels: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with so many axes side by side, in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _svg(figure: Figure, salt: str) -> str:
+def svg_text(figure: Figure, salt: str) -> str:
     """The figure as an <svg> element that takes its ink from the page."""
     figure.patch.set_alpha(0.0)
     for axes in figure.axes:

@@ -1,68 +1,78 @@
-"""A run's state on disk: written whole, checked when read, resumed exactly.
+"""A training run's checkpoints: generator states, the run folder's lock, a checkpoint read whole.
 
-    <run>/checkpoints/step-00000120/
-        model.safetensors       parameters by full name, in their dtype
-        optimizer.safetensors   exp_avg, exp_avg_sq, step (and master) by "<kind>.<full name>"
-        rng.safetensors         generator states
-        tokenizer/              tokenizer.json and what belongs to it
-        state.json              step, consumed samples, config, and SHA-256 and size of every file
-
-A folder is filled under a temporary name and renamed, so a killed process leaves the previous one;
-`latest` reads every byte against the checksums and goes back to the previous good one, with a
-warning. Only safetensors and JSON: nothing is unpickled.
+The format, its saving and its checks are parallel/checkpoint.py's, the same for every layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
-import re
-import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from ridgeline.core.errors import UserError
-from ridgeline.core.files import atomic_dir
+from ridgeline.parallel.checkpoint import Group, restore_interrupted, verify
+from ridgeline.parallel.storage import (
+    Piece,
+    State,
+    read_metadata,
+    read_state,
+    read_whole,
+    whole_piece,
+)
+from ridgeline.train.optim import PartOptimizer
 
-Found = TypeVar("Found")
-
-FORMAT = 1
-STATE = "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_TENSOR_FILES = ("model", "optimizer", "rng")
-
-
-class DamagedError(UserError):
-    """A checkpoint that is not whole."""
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+"""Sections of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that a run goes on from."""
+    """A checkpoint read whole into host memory, whatever layout wrote it."""
 
     step: int
-    """Optimizer steps done."""
     consumed_samples: int
-    """The data order's one integer."""
     config: dict[str, Any]
-    """The config as plain values; learning rates follow from it and the step."""
     facts: dict[str, Any]
-    """Hashes and what else identifies the run (config_hash, identity_hash, data_fingerprint
-    ...)."""
     model: dict[str, torch.Tensor]
+    """fp32 master parameters by full name."""
     optimizer: dict[str, torch.Tensor]
+    """exp_avg, exp_avg_sq, step by "<kind>.<full name>"."""
     rng: dict[str, torch.Tensor]
     tokenizer: dict[str, str]
     """File name -> text."""
+
+
+def load(path: Path) -> Snapshot:
+    """Read a checkpoint, checked against its checksums.
+
+    Raises: DamagedError where it is not whole.
+    """
+    state = verify(path)
+    tensors = {section: read_whole(path, section) for section in (MODEL, OPTIMIZER, RNG)}
+    return Snapshot(
+        step=state["step"],
+        consumed_samples=state["consumed_samples"],
+        config=state["config"],
+        facts=state["facts"],
+        tokenizer=tokenizer_files(path),
+        **tensors,
+    )
+
+
+def tokenizer_files(path: Path) -> dict[str, str]:
+    """A checkpoint's tokenizer, file name -> text."""
+    return {
+        file.name: file.read_text(encoding="utf-8")
+        for file in sorted((path / "tokenizer").glob("*"))
+    }
+
+
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, torch.Tensor]:
@@ -75,140 +85,83 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor]) -> None:
     """Take over what `rng_state` gave; states of GPUs that this machine lacks are left out."""
-    torch.set_rng_state(states["cpu"])
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda.{index}" in states:
             torch.cuda.set_rng_state(states[f"cuda.{index}"], index)
 
 
-def save(folder: Path, snapshot: Snapshot, *, keep_last: int) -> Path:
-    """Publish a snapshot under `folder`, then remove all but the newest `keep_last`.
+def _rng_prefix(rank: int) -> str:
+    return f"{RNG}/" + (f"rank{rank}." if rank else "")
 
-    Raises: UserError where the disk refuses; the earlier checkpoints are untouched then.
+
+# ---- a run's state as pieces ---------------------------------------------------------------------
+
+
+def run_state(parameters: dict[str, Piece], optimizer: PartOptimizer, rank: int = 0) -> State:
+    """Everything that a run goes on from, as boxes of whole tensors.
+
+    parameters: the fp32 masters that this rank holds; the optimizer's moments are cut alike.
     """
-    path = folder / f"step-{snapshot.step:08d}"
-    with atomic_dir(path, overwrite=True) as temporary:
-        for name in _TENSOR_FILES:
-            _save_tensors(temporary / f"{name}.safetensors", getattr(snapshot, name))
-        if snapshot.tokenizer:
-            (temporary / "tokenizer").mkdir()
-        for name, text in snapshot.tokenizer.items():
-            (temporary / "tokenizer" / name).write_text(text, encoding="utf-8")
-        files = sorted(p for p in temporary.rglob("*") if p.is_file())
-        state = {
-            "format": FORMAT,
-            "step": snapshot.step,
-            "consumed_samples": snapshot.consumed_samples,
-            "config": snapshot.config,
-            "facts": snapshot.facts,
-            "files": {
-                str(p.relative_to(temporary)): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
-                for p in files
-            },
-        }
-        state["sha256"] = _state_digest(state)
-        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-    # A later one can only be a damaged one that was passed over: it does not count.
-    older = [other for other in scan(folder) if other.name <= path.name]
-    for old in older[keep_last:]:
-        shutil.rmtree(old, ignore_errors=True)
-    return path
-
-
-def scan(folder: Path) -> list[Path]:
-    """Checkpoints under a folder, newest first, good or not."""
-    if not folder.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint against its checksums; returns its state.json.
-
-    Raises: DamagedError naming the first file that is missing, cut or changed.
-    """
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        recorded = state.pop("sha256")
-        if recorded != _state_digest(state):
-            raise DamagedError(f"checkpoint: {path / STATE} was changed after it was written")
-        if state["format"] != FORMAT:
-            raise DamagedError(
-                f"checkpoint: {path} has format {state['format']}, this version reads {FORMAT}"
-            )
-        for name, facts in state["files"].items():
-            file = path / name
-            if not file.is_file():
-                raise DamagedError(f"checkpoint: {file} is missing")
-            if file.stat().st_size != facts["bytes"]:
-                raise DamagedError(
-                    f"checkpoint: {file} has {file.stat().st_size} bytes, {facts['bytes']} were "
-                    "written"
-                )
-            if _sha256(file) != facts["sha256"]:
-                raise DamagedError(f"checkpoint: {file} does not match its checksum")
-    except OSError as error:
-        raise DamagedError(f"checkpoint: could not read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"checkpoint: {path / STATE} is not whole") from error
+    state: State = {f"{MODEL}/{name}": _kept(piece) for name, piece in parameters.items()}
+    for key, tensor in optimizer.state_tensors().items():
+        name = key.partition(".")[2]
+        if tensor.dim() == 0:
+            state[f"{OPTIMIZER}/{key}"] = [whole_piece(tensor)]
+        else:
+            at = parameters[name]
+            piece = Piece(tensor=tensor.detach(), offsets=at.offsets, shape=at.shape)
+            state[f"{OPTIMIZER}/{key}"] = _kept(piece)
+    for name, tensor in rng_state().items():
+        state[f"{_rng_prefix(rank)}{name}"] = [whole_piece(tensor)]
     return state
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, or None; each damaged one passed over gives a
-    warning."""
-
-    def checked(path: Path) -> Path:
-        verify(path)
-        return path
-
-    return _first_whole(folder, checked)
+def _kept(piece: Piece) -> list[Piece]:
+    return [piece] if piece.tensor.numel() else []
 
 
-def load_latest(folder: Path) -> Snapshot | None:
-    """The newest checkpoint that is whole, read; warnings as `latest`."""
-    return _first_whole(folder, load)
+@torch.no_grad()
+def restore(
+    path: Path,
+    parameters: dict[str, Piece],
+    optimizer: PartOptimizer,
+    *,
+    rank: int = 0,
+    group: Group = None,
+) -> None:
+    """Read a checkpoint of any layout into this rank's parameters, moments and generators.
 
-
-def _first_whole(folder: Path, read: Callable[[Path], Found]) -> Found | None:
-    for path in scan(folder):
-        try:
-            return read(path)
-        except DamagedError as error:
-            warnings.warn(f"{error}; trying the one before", RuntimeWarning, stacklevel=3)
-    return None
-
-
-def load(path: Path) -> Snapshot:
-    """Read a checkpoint into CPU memory, checked against its checksums.
-
-    Raises: DamagedError where it is not whole.
+    A collective call. Raises: UserError where names or shapes do not fit the model.
     """
-    state = verify(path)
-    try:
-        tensors = {name: load_file(path / f"{name}.safetensors") for name in _TENSOR_FILES}
-        texts = {
-            file.name: file.read_text(encoding="utf-8")
-            for file in sorted((path / "tokenizer").glob("*"))
+    saved = read_metadata(path).state_dict_metadata
+    stepped = any(key.startswith(f"{OPTIMIZER}/exp_avg.") for key in saved)
+    optimizer.reset_state(stepped=stepped)
+    state = run_state(parameters, optimizer, rank)
+    states = {key: pieces for key, pieces in state.items() if key.startswith(f"{RNG}/")}
+    for key in states.keys() - saved.keys():  # more ranks than wrote it: those keep their own
+        del state[key]
+    read_state(path, state, group, sections=(MODEL, OPTIMIZER))
+    optimizer.masters_changed()
+    prefix = _rng_prefix(rank)
+    set_rng_state(
+        {
+            key.removeprefix(prefix): pieces[0].tensor
+            for key, pieces in states.items()
+            if key in state
         }
-    except (OSError, SafetensorError) as error:
-        raise DamagedError(f"checkpoint: could not read {path}: {error}") from error
-    return Snapshot(
-        step=state["step"],
-        consumed_samples=state["consumed_samples"],
-        config=state["config"],
-        facts=state["facts"],
-        tokenizer=texts,
-        **tensors,
     )
+
+
+# ---- the run folder ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder for this process, and remove what a killed one left half-written.
+    """Hold a run folder for this run, and remove what a killed one left half-written.
 
-    Raises: UserError where another process trains in it.
+    Raises: UserError where another run trains in it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -222,34 +175,5 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             raise UserError(
                 f"train: another process is training in {run_dir}; wait, or choose another run_dir"
             ) from error
-        _restore_interrupted(run_dir / "checkpoints")
+        restore_interrupted(run_dir / "checkpoints")
         yield
-
-
-def _restore_interrupted(folder: Path) -> None:
-    """Clear a killed process's temporary folders; put back a checkpoint that it had moved aside."""
-    if not folder.is_dir():
-        return
-    for path in folder.glob(".step-*.old"):
-        place = folder / path.name.split(".")[1]
-        if not place.exists():
-            path.rename(place)
-    for pattern in (".step-*.tmp", ".step-*.old"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    try:
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
-    except SafetensorError as error:
-        raise UserError(f"checkpoint: could not write {path.parent.parent}: {error}") from error
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _state_digest(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ridgeline.core.errors import bad_value
+from ridgeline.parallel.layout import Layout
 
 
 def _require(ok: bool, arg: str, must: str, got: object, do: str) -> None:
@@ -185,6 +186,9 @@ class CheckpointConfig:
     always: fail where there is none."""
     accept_changes: bool = False
     """Resume although the config differs from the checkpoint's (it is listed otherwise)."""
+    asynchronous: bool = True
+    """Write a checkpoint beside the training, from a copy of the state in host memory; off: the
+    training waits, and no copy is made."""
     export: bool = True
     """Write a Hugging Face folder (<run>/model) when the last step is done."""
 
@@ -214,6 +218,12 @@ class LogConfig:
     ceiling that `ridgeline doctor` measured on this machine, or the default of its family."""
     tensorboard: bool = False
     """Also write TensorBoard events to <run>/tensorboard (needs the tensorboard package)."""
+    breakdown_every_steps: int = 50
+    """Steps between those that are profiled for the split of a step's time (several ranks only; the
+    second step is the first), at least 0; 0: none."""
+    profile_step: int | None = None
+    """Step (the first is 1) whose profiler trace each rank writes to <run>/profile; none: no
+    trace."""
 
     def __post_init__(self) -> None:
         _positive_int("log.every_steps", self.every_steps)
@@ -233,6 +243,15 @@ class LogConfig:
                 self.peak_tflops,
                 "leave it out for this machine's measured ceiling",
             )
+        _require(
+            self.breakdown_every_steps >= 0,
+            "log.breakdown_every_steps",
+            "be at least 0",
+            self.breakdown_every_steps,
+            "use 0 for none",
+        )
+        if self.profile_step is not None:
+            _positive_int("log.profile_step", self.profile_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +265,8 @@ class TrainConfig:
     batch_samples: int = 8
     """Samples of a step (the global batch; tokens of a step: x data.seqlen), at least 1."""
     micro_batch_samples: int = 8
-    """Samples that pass through the model at once; divides batch_samples."""
+    """Samples that pass through the model at once on a rank; divides batch_samples over the
+    layout's data ranks. Unused with layout.num_microbatches."""
     seed: int = 0
     """Of the init and of the data order, in [0, 2^63)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -255,6 +275,10 @@ class TrainConfig:
     """auto: the GPU where there is one."""
     loss_chunk_tokens: int | None = None
     """Tokens whose fp32 logits exist at once, at least 1; none: as many as fit 64 MiB."""
+    timeout_s: float = 600.0
+    """Seconds without a finished step, save or evaluation after which a run of several ranks is
+    given up with a report of who waits for whom, in [1, 86400]."""
+    layout: Layout = field(default_factory=Layout)
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -264,13 +288,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_samples", "micro_batch_samples"):
             _positive_int(name, getattr(self, name))
-        _require(
-            self.batch_samples % self.micro_batch_samples == 0,
-            "micro_batch_samples",
-            f"divide batch_samples ({self.batch_samples})",
-            self.micro_batch_samples,
-            "choose a divisor",
-        )
+        self._check_micro_batches()
+        _finite("timeout_s", self.timeout_s, 1.0, 86400.0)
         _require(
             0 <= self.seed < 2**63, "seed", "lie in [0, 2^63)", self.seed, "choose another seed"
         )
@@ -284,10 +303,36 @@ class TrainConfig:
             "warm up for fewer steps",
         )
 
+    def _check_micro_batches(self) -> None:
+        dp, given = self.layout.dp, self.layout.num_microbatches
+        over = f" over {dp} data ranks" if dp > 1 else ""
+        if given is not None:
+            _require(
+                self.batch_samples % (dp * given) == 0,
+                "layout.num_microbatches",
+                f"divide batch_samples ({self.batch_samples}){over}",
+                given,
+                "choose a divisor",
+            )
+            return
+        _require(
+            self.batch_samples % (dp * self.micro_batch_samples) == 0,
+            "micro_batch_samples",
+            f"divide batch_samples ({self.batch_samples}){over}",
+            self.micro_batch_samples,
+            "choose a divisor",
+        )
+
     @property
     def num_micro_batches(self) -> int:
-        """Forward-backward passes of a step (gradient accumulation)."""
-        return self.batch_samples // self.micro_batch_samples
+        """Forward-backward passes of a step on a rank (gradient accumulation)."""
+        dp = self.layout.dp
+        return self.layout.num_microbatches or self.batch_samples // (dp * self.micro_batch_samples)
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of a micro-batch."""
+        return self.batch_samples // (self.layout.dp * self.num_micro_batches)
 
 
 def require_files(config: TrainConfig) -> None:
@@ -320,7 +365,16 @@ def config_hash(config: TrainConfig) -> str:
 
 # What changes neither the samples' order nor, beyond rounding, the numbers.
 _NOT_IDENTITY = {
-    "": {"run_dir", "device", "micro_batch_samples", "loss_chunk_tokens", "checkpoint", "log"},
+    "": {
+        "run_dir",
+        "device",
+        "micro_batch_samples",
+        "loss_chunk_tokens",
+        "timeout_s",
+        "layout",
+        "checkpoint",
+        "log",
+    },
     "data": {"files", "eval_files", "cache"},
 }
 

@@ -17,13 +17,11 @@ import numpy as np
 import torch
 
 from ridgeline.core.errors import UserError
+from ridgeline.parallel.loss import IGNORE
 from ridgeline.train.config import DataConfig
 from ridgeline.train.documents import DocumentRule
 from ridgeline.train.order import mix64, sample_order
 from ridgeline.train.tokens import TextTokenizer, TokenStore, cache_folder, tokenize_files
-
-IGNORE = -100
-"""Target of a token that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +108,16 @@ class PackedSamples:
             last_tokens, first
         )
         return int(len(first) * self.seqlen - ended.sum())
+
+    def seqlens(self, indices: Sequence[int] | np.ndarray) -> list[int]:
+        """Tokens of each sequence in some samples, from the offsets alone."""
+        return [
+            length
+            for index in indices
+            for _, length, _ in self._pieces(
+                int(index) * self.seqlen, (int(index) + 1) * self.seqlen
+            )
+        ]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
         """The samples of these indices, packed in that order."""

@@ -109,10 +109,17 @@ def require_tensorboard() -> Any:
 
 
 class MetricsLog:
-    """Rows of a run, each step once: what an earlier process wrote past the resumed step goes."""
+    """Rows of a run, each step once: what an earlier process wrote past the resumed step goes.
 
-    def __init__(self, run_dir: Path, config: LogConfig, resumed_step: int) -> None:
-        self._writer = None
+    silent: rows are made and not written (a rank that is not the first).
+    """
+
+    def __init__(
+        self, run_dir: Path, config: LogConfig, resumed_step: int, *, silent: bool = False
+    ) -> None:
+        self._writer, self._file = None, None
+        if silent:
+            return
         if config.tensorboard:
             writer = require_tensorboard()
             self._writer = writer(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
@@ -125,6 +132,8 @@ class MetricsLog:
     def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """Append a row; also an event for a machine that listens."""
         row = {"kind": kind, "step": step, **values}
+        if self._file is None:
+            return row
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -132,24 +141,38 @@ class MetricsLog:
             raise UserError(f"train: could not write {FILE}: {error.strerror or error}") from error
         progress.event(kind, **{key: value for key, value in row.items() if key != "kind"})
         if self._writer is not None:
-            for name, value in values.items():
+            for name, value in _flat(values):
                 if isinstance(value, (int, float)):
                     self._writer.add_scalar(f"{kind}/{name}", value, step)
         return row
 
     def close(self) -> None:
         """Close the files; rows that the disk refused were reported when they were written."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
         if self._writer is not None:
             self._writer.close()
 
 
-class Meter:
-    """Tokens, FLOPs and seconds of training steps since the last reading."""
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested values as "step_ms/compute"."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
 
-    def __init__(self, model: DecoderConfig, sample_tokens: int, peak_tflops: float) -> None:
+
+class Meter:
+    """Tokens, FLOPs and seconds of training steps since the last reading, of all ranks together;
+    MFU is over the sum of their peaks."""
+
+    def __init__(
+        self, model: DecoderConfig, sample_tokens: int, peak_tflops: float, ranks: int = 1
+    ) -> None:
         self._model, self._sample_tokens, self._peak = model, sample_tokens, peak_tflops
+        self._ranks = ranks
         self._reset()
 
     def _reset(self) -> None:
@@ -171,13 +194,17 @@ class Meter:
         self._noncausal += step_flops(self._model, seqlens, self._sample_tokens, causal=False)
 
     def read(self) -> dict[str, float]:
-        """Rates since the last reading, which starts a new interval."""
+        """Rates since the last reading, which starts a new interval; {} where no step was timed."""
+        if self._steps == 0:
+            return {}
         seconds = max(self._seconds, 1e-9)
+        peak = self._peak * 1e12 * self._ranks
         rates = {
-            "step_s": seconds / max(self._steps, 1),
+            "step_s": seconds / self._steps,
             "tokens_per_s": self._tokens / seconds,
-            "mfu_causal": self._causal / seconds / (self._peak * 1e12),
-            "mfu_noncausal": self._noncausal / seconds / (self._peak * 1e12),
+            "tokens_per_s_per_gpu": self._tokens / seconds / self._ranks,
+            "mfu_causal": self._causal / seconds / peak,
+            "mfu_noncausal": self._noncausal / seconds / peak,
         }
         self._reset()
         return rates

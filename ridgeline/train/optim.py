@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ridgeline.core.errors import UserError
 from ridgeline.train.config import OptimConfig
 
 
@@ -87,44 +86,29 @@ class PartOptimizer:
             )
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything to be kept, as "exp_avg.<name>", "exp_avg_sq.<name>", "step.<name>" and, where
-        the parameter is not fp32, "master.<name>"."""
+        """The moments, as "exp_avg.<name>", "exp_avg_sq.<name>" and "step.<name>"; empty before the
+        first step."""
         found: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for kind, tensor in self._adamw.state.get(master, {}).items():
                 found[f"{kind}.{name}"] = tensor
-        return found | {f"master.{name}": self.masters[name].detach() for name in self._low}
+        return found
+
+    def reset_state(self, *, stepped: bool) -> None:
+        """Moments of zero to be written over (stepped), or none, as before the first step."""
+        self._adamw.state.clear()
+        for master in self.masters.values() if stepped else ():
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+            }
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_tensors` gave.
-
-        Raises: UserError where names or shapes do not fit these parameters.
-        """
-        kinds = ("exp_avg", "exp_avg_sq", "step")
-        stepped = any(name.startswith("exp_avg.") for name in tensors)  # else: saved before a step
-        wanted = {f"{kind}.{name}" for name in self.masters for kind in kinds if stepped}
-        wanted |= {f"master.{name}" for name in self._low}
-        if unmatched := sorted(wanted ^ tensors.keys()):
-            raise UserError(
-                f"checkpoint: optimizer state does not fit the model; {len(unmatched)} names are "
-                f"in one of them only, first {unmatched[0]}"
-            )
-        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for name, master in self.masters.items() if stepped else ():
-            states[master] = {}
-            for kind in kinds:
-                tensor = tensors[f"{kind}.{name}"]
-                if kind != "step" and tensor.shape != master.shape:
-                    raise UserError(
-                        f"checkpoint: {kind}.{name} has shape {tuple(tensor.shape)}, the model "
-                        f"{tuple(master.shape)}"
-                    )
-                states[master][kind] = tensor.to(master.device, torch.float32, copy=True)
-        self._adamw.state.clear()
-        self._adamw.state.update(states)
+    def masters_changed(self) -> None:
+        """Round masters that were written over into their parameters."""
         for name in self._low:
-            self.masters[name].copy_(tensors[f"master.{name}"])
+            self.parameters[name].copy_(self.masters[name])
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

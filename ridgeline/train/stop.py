@@ -13,10 +13,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class StopRequest:
     """While it is entered, SIGINT and SIGTERM are noted in `reason`; the second raises
-    KeyboardInterrupt. Does nothing outside the main thread, where Python delivers no signals."""
+    KeyboardInterrupt. Does nothing outside the main thread, where Python delivers no signals.
 
-    def __init__(self) -> None:
+    alone: not started by torchrun. Under it Ctrl-C reaches each rank twice, as SIGINT from the
+    terminal and as SIGTERM from torchrun; there only the second of a kind counts as a second one.
+    """
+
+    def __init__(self, *, alone: bool = True) -> None:
         self.reason: str | None = None
+        self._alone = alone
+        self._seen: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -35,6 +41,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:
+        if self.reason is not None and (self._alone or number in self._seen):
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        self._seen.add(number)
+        self.reason = self.reason or signal.Signals(number).name
+
+    @property
+    def number(self) -> int:
+        """The signal noted; 0: none."""
+        return 0 if self.reason is None else int(signal.Signals[self.reason])
+
+    @staticmethod
+    def named(number: int) -> str | None:
+        """A signal's name; None for 0."""
+        return signal.Signals(number).name if number else None

@@ -1,4 +1,5 @@
-"""The training loop of one process: `train(config)` from text files to a Hugging Face folder.
+"""The training loop: `train(config)` from text files to a Hugging Face folder, on one process or
+many.
 
     for each step:   indices = order(consumed)            one integer, no loader state
                      n = valid targets of the global batch, counted from offsets
@@ -7,24 +8,30 @@
     now and then:    a row of metrics, an evaluation, a checkpoint
 
 A step's result depends on (state, config, consumed) alone, so a run that was interrupted anywhere
-and resumed equals one that was not, bitwise on a CPU with the same number of threads.
+and resumed equals one that was not, bitwise on a CPU with the same number of threads and the same
+layout; under another layout it goes on with the same state and the same samples.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ridgeline
 from ridgeline.core import progress
-from ridgeline.core.errors import UserError, bad_value
-from ridgeline.nn.hf import save_pretrained
-from ridgeline.train import checkpoint
+from ridgeline.core.dtypes import torch_dtype
+from ridgeline.core.errors import UserError, bad_value, common
+from ridgeline.parallel.checkpoint import Record, Saver, scan
+from ridgeline.train.checkpoint import run_lock, run_state
 from ridgeline.train.config import (
     TrainConfig,
     config_hash,
@@ -33,8 +40,7 @@ from ridgeline.train.config import (
     require_files,
     to_dict,
 )
-from ridgeline.train.data import PackedBatch
-from ridgeline.train.loss import linear_cross_entropy
+from ridgeline.train.export import export
 from ridgeline.train.metrics import (
     Meter,
     MetricsLog,
@@ -42,10 +48,14 @@ from ridgeline.train.metrics import (
     peak_of,
     require_tensorboard,
 )
-from ridgeline.train.optim import clip_gradients, learning_rate
+from ridgeline.train.optim import learning_rate
 from ridgeline.train.order import sample_order
-from ridgeline.train.start import Start, choose_device, prepare
+from ridgeline.train.profile import StepProfiler, shares
+from ridgeline.train.ranks import open_ranks, told_once
+from ridgeline.train.start import Start, choose_device, export_folder, prepare
 from ridgeline.train.stop import StopRequest
+from ridgeline.train.toml import to_toml
+from ridgeline.train.watchdog import Watchdog
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -87,80 +97,113 @@ def train(
     saved, the schedule still ends at config.steps.
     Raises: ValueError for a config that cannot be, UserError for files, disk and diverged training.
     """
-    require_files(config)
-    if stop_at_step is not None and stop_at_step < 1:
-        raise bad_value("train", "stop_at_step", "be at least 1", stop_at_step, "leave it out")
-    device = choose_device(config.device)
-    if config.log.tensorboard:
-        require_tensorboard()
-    with checkpoint.run_lock(config.run_dir):
-        run = _Run(prepare(config, device), on_step)
-        try:
-            return run.run(min(config.steps, stop_at_step or config.steps))
-        finally:
-            run.log.close()
+    with told_once():
+        require_files(config)
+        if stop_at_step is not None and stop_at_step < 1:
+            raise bad_value("train", "stop_at_step", "be at least 1", stop_at_step, "leave it out")
+        device = choose_device(config.device)
+        if config.log.tensorboard:
+            require_tensorboard()
+    with open_ranks(config, device) as ranks, ExitStack() as held:
+        if device.type == "cuda" and ranks.size > 1:
+            device = torch.device("cuda", torch.cuda.current_device())
+        ranks.first(lambda: held.enter_context(run_lock(config.run_dir)))
+        run = _Run(prepare(config, device, ranks), on_step)
+        held.callback(run.close)
+        return run.run(min(config.steps, stop_at_step or config.steps))
 
 
 class _Run:
     """A run in progress."""
 
     def __init__(self, start: Start, on_step: OnStep | None) -> None:
-        self.config, self.device = start.config, start.device
-        self.data, self.tokenizer = start.data, start.tokenizer
-        self.model, self.optimizer, self.on_step = start.model, start.optimizer, on_step
+        self.config, self.device, self.ranks = start.config, start.device, start.ranks
+        self.data, self.tokenizer, self.worker = start.data, start.tokenizer, start.worker
+        self.on_step = on_step if self.ranks.is_first else None
         self.step, self.consumed = start.step, start.consumed_samples
         self.resumed_from = start.resumed_from
         self.saved_step = self.resumed_from
         self.losses: list[float] = []
         self.eval_loss: float | None = None
         self.rates = {"tokens_per_s": 0.0, "mfu_causal": 0.0, "mfu_noncausal": 0.0}
-        peak, self.peak_source = peak_of(
-            self.device, self.config.dtype, self.config.log.peak_tflops
-        )
+        config = self.config
+        peak, self.peak_source = peak_of(self.device, config.dtype, config.log.peak_tflops)
         self.peak_tflops = peak
-        self.meter = Meter(self.model.config, self.config.data.seqlen, peak)
-        self.log = MetricsLog(self.config.run_dir, self.config.log, self.step)
+        self.meter = Meter(self.worker.shape, config.data.seqlen, peak, self.ranks.size)
+        self.log = MetricsLog(config.run_dir, config.log, self.step, silent=not self.ranks.is_first)
+        self.profiler = StepProfiler(config.log, config.run_dir, self.ranks)
+        self.watchdog = Watchdog(config.run_dir, self.ranks, config.timeout_s)
+        self.saver = Saver(
+            config.run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            group=self.ranks.save,
+        )
         # Not finite once a loss or a gradient was not; kept on the device, asked when a row is due.
         self._health = torch.zeros((), device=self.device)
 
     def run(self, last_step: int) -> TrainResult:
         """All steps up to `last_step`, then what the end asks for."""
         self._announce()
-        steps = self.config.steps
-        with StopRequest() as stop, progress.task("train", steps, "steps") as advance:
+        steps, reason = self.config.steps, None
+        with (
+            StopRequest(alone=self.ranks.size == 1) as stop,
+            progress.task("train", steps, "steps") as advance,
+            self.watchdog,
+        ):
             advance(self.step)
-            while self.step < last_step and stop.reason is None:
+            while self.step < last_step and (reason := self._stopped(stop)) is None:
                 if not self._train_step(stop):
-                    break
-                note = self._after_step()
-                advance(1, note=note)
-            interrupted = stop.reason or ("stop_at_step" if self.step < steps else None)
+                    continue
+                advance(1, note=self._after_step())
+            interrupted = reason or ("stop_at_step" if self.step < steps else None)
             if interrupted is None and self.eval_loss is None:
                 self._evaluate()
             if self.saved_step != self.step:
                 self._save()
-        return self._finish(interrupted)
+            self._wait_for_save()
+            exported = self._export() if interrupted is None else None
+        return self._result(interrupted, exported)
+
+    def _stopped(self, stop: StopRequest) -> str | None:
+        """Why to stop, the same on every rank: a signal may reach them in different steps."""
+        return stop.named(self.ranks.any_of(stop.number))
+
+    def close(self) -> None:
+        """End what outlives an error. Of several ranks one may be gone: its part of a save under
+        way will never come."""
+        if self.ranks.size == 1:
+            with suppress(BaseException):
+                self.saver.wait()
+        self.log.close()
 
     def _announce(self) -> None:
-        parameters = self.model.num_params()
+        config, parameters = self.config, self.worker.shape.num_params()
         where = f"resuming at step {self.step}" if self.resumed_from is not None else "from step 0"
+        size = self.ranks.size
+        over = f" x {size} ({config.layout.describe()})" if size > 1 else ""
+        if not self.ranks.is_first:
+            return
+        progress.say(f"config {config_hash(config)}, {size} process{'es' * (size > 1)}:")
+        progress.say(textwrap.indent(to_toml(config), "  "))
         progress.say(
-            f"train {parameters / 1e6:.2f} M parameters on {self.device} in {self.config.dtype}, "
-            f"{where} of {self.config.steps}; {self.data.train.num_samples} samples of "
-            f"{self.config.data.seqlen} tokens; MFU over {self.peak_tflops:g} TFLOP/s: "
-            f"{self.peak_source}"
+            f"train {parameters / 1e6:.2f} M parameters on {self.device.type}{over} in "
+            f"{config.dtype}, {where} of {config.steps}; {self.data.train.num_samples} samples of "
+            f"{config.data.seqlen} tokens; MFU over {self.peak_tflops:g} TFLOP/s a "
+            f"{'GPU' if self.device.type == 'cuda' else 'process'}: {self.peak_source}"
         )
         self.log.write(
             "run",
             self.step,
             parameters=parameters,
             device=str(self.device),
-            dtype=self.config.dtype,
+            dtype=config.dtype,
+            layout=config.layout.describe(),
+            ranks=size,
             train_samples=self.data.train.num_samples,
             train_tokens=self.data.train.num_tokens,
             peak_tflops=self.peak_tflops,
             peak_source=self.peak_source,
-            config_hash=config_hash(self.config),
+            config_hash=config_hash(config),
             versions={"ridgeline": ridgeline.__version__, "torch": torch.__version__},
         )
 
@@ -168,53 +211,51 @@ class _Run:
 
     def _train_step(self, stop: StopRequest) -> bool:
         """One optimizer step; False where it was abandoned for a stop, with nothing changed."""
-        config = self.config
-        self.meter.start()
-        indices = self.data.order(self.consumed, config.batch_samples)
+        number = self.step + 1
+        self.watchdog.beat(number, "training")
+        self.saver.check()
+        indices = self.data.order(self.consumed, self.config.batch_samples)
+        self._due_row = number % self.config.log.every_steps == 0 or number == self.config.steps
+        due = self._due_row or self._due_eval(number) or self._due_save(number)
+        if self.profiler.due(number):
+            self._wait()
+            start, self.worker.data_seconds = time.perf_counter(), 0.0
+            with self.profiler.profiled(number, self.device):
+                done = self._compute(indices, stop)
+                self._wait()
+                seconds = time.perf_counter() - start
+            if done:
+                self.profiler.finish(seconds, self.worker.data_seconds)
+        else:
+            self.meter.start()
+            done = self._compute(indices, stop)
+            if done and due:
+                self._wait()  # what is still queued is these steps' time, not the evaluation's
+            if done:
+                self.meter.stop(self.data.train.seqlens(indices))
+        if done:
+            self.step = number
+            self.consumed += len(indices)
+        return done
+
+    def _compute(self, indices: np.ndarray, stop: StopRequest) -> bool:
+        """Gradients, clipping and the update."""
+        config, worker = self.config, self.worker
         num_valid = max(1, self.data.train.num_valid(indices))
-        loss = torch.zeros((), device=self.device)
-        seqlens: list[int] = []
-        for start in range(0, len(indices), config.micro_batch_samples):
-            if stop.reason is not None:
-                self.optimizer.zero_grad()
-                return False
-            micro = self.data.train.batch(indices[start : start + config.micro_batch_samples])
-            seqlens += micro.seqlens
-            loss_sum = self._loss_sum(micro.to(self.device)) / num_valid
-            loss_sum.backward()
-            loss += loss_sum.detach()
-        self.grad_norm = clip_gradients([self.optimizer], config.optim.max_grad_norm)
+        loss = worker.forward_backward(self.data.train, indices, num_valid, stop)
+        if loss is None:
+            return False
+        self.grad_norm = worker.clip(config.optim.max_grad_norm)
         self.lr = learning_rate(self.step, config.steps, config.optim)
-        self.optimizer.step(self.lr)
-        self.optimizer.zero_grad()
+        worker.optimizer.step(self.lr)
+        worker.zero_grad()
         self.loss, self.num_valid = loss, num_valid
         self._health += (loss + self.grad_norm) * 0.0
-        self.step += 1
-        self.consumed += len(indices)
-        self._due_row = self.step % config.log.every_steps == 0 or self.step == config.steps
-        if self._due_row or self._due_eval() or self._due_save():
-            self._wait()  # what is still queued is these steps' time, not the evaluation's
-        self.meter.stop(seqlens)
         return True
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _loss_sum(self, batch: PackedBatch) -> torch.Tensor:
-        """Summed loss of a packed batch; only a chunk's logits exist at once."""
-        shape = (-1, self.config.data.seqlen)
-        x_BSC = self.model.hidden(
-            batch.token_ids_P.view(shape),
-            positions=batch.position_ids_P.view(shape),
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-        )
-        assert self.model.model.norm is not None and self.model.lm_head is not None
-        x_PC = self.model.model.norm(x_BSC).flatten(0, 1)
-        weight_VC = self.model.lm_head.weight
-        chunk = self.config.loss_chunk_tokens
-        return linear_cross_entropy(x_PC, weight_VC, batch.targets_P, chunk=chunk)[0]
 
     # ---- now and then --------------------------------------------------------------------------
 
@@ -222,32 +263,37 @@ class _Run:
         """Row, evaluation and checkpoint where they are due; returns the progress bar's note."""
         note = self._write_row() if self._due_row else ""
         self.eval_loss = None
-        if self._due_eval():
+        if self._due_eval(self.step):
             self._evaluate()
-        if self._due_save():
+        if self._due_save(self.step):
             self._save()
         return note
 
-    def _due_eval(self) -> bool:
+    def _due_eval(self, step: int) -> bool:
         every = self.config.log.eval_every_steps
-        return bool(every) and self.step % every == 0
+        return bool(every) and step % every == 0
 
-    def _due_save(self) -> bool:
+    def _due_save(self, step: int) -> bool:
         every = self.config.checkpoint.every_steps
-        return bool(every) and self.step % every == 0
+        return bool(every) and step % every == 0
 
     def _check_finite(self) -> None:
         if not math.isfinite(self._health.item()):
             saved = "no checkpoint yet" if not self.saved_step else f"step {self.saved_step}"
-            raise UserError(
-                f"train: loss or gradient is not finite by step {self.step}; the last good state "
-                f"is {saved}; resume with a lower optim.lr or more warmup"
+            raise common(
+                UserError(
+                    f"train: loss or gradient is not finite by step {self.step}; the last good "
+                    f"state is {saved}; resume with a lower optim.lr or more warmup"
+                )
             )
 
     def _write_row(self) -> str:
         self._check_finite()
-        loss, self.rates = self.loss.item(), self.meter.read()
+        loss, rates = self.loss.item(), self.meter.read()
+        self.rates = rates or self.rates
         self.losses.append(loss)
+        step_ms = self.profiler.take()
+        memory = self.ranks.any_of(peak_memory_bytes(self.device))
         row = self.log.write(
             "train",
             self.step,
@@ -256,30 +302,31 @@ class _Run:
             lr=self.lr,
             consumed_samples=self.consumed,
             valid_tokens=self.num_valid,
-            peak_memory_gib=peak_memory_bytes(self.device) / 2**30,
-            **self.rates,
+            peak_memory_gib=memory / 2**30,
+            **rates,
+            **({} if step_ms is None else {"step_ms": step_ms}),
         )
         if self.on_step is not None:
             self.on_step(row)
+        parts = "" if step_ms is None else f" [{shares(step_ms)}]"
+        a_gpu = "" if self.ranks.size == 1 else f" ({self.rates['tokens_per_s_per_gpu']:,.0f} each)"
         return (
             f"loss {loss:.4f} norm {row['grad_norm']:.2f} lr {self.lr:.1e} "
-            f"{row['tokens_per_s']:,.0f} tok/s MFU {100 * row['mfu_causal']:.1f}% causal "
-            f"{100 * row['mfu_noncausal']:.1f}% non-causal {row['peak_memory_gib']:.2f} GiB"
+            f"{self.rates['tokens_per_s']:,.0f} tok/s{a_gpu} "
+            f"MFU {100 * self.rates['mfu_causal']:.1f}% causal "
+            f"{100 * self.rates['mfu_noncausal']:.1f}% non-causal "
+            f"{row['peak_memory_gib']:.2f} GiB{parts}"
         )
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
         samples = self.data.evaluation
         if samples is None:
             return
+        self.watchdog.beat(self.step, "evaluation")
         count = min(self.config.log.eval_samples, samples.num_samples)
         indices = sample_order(0, count, num_samples=samples.num_samples, seed=0)
-        total, size = 0.0, self.config.micro_batch_samples
-        for start in range(0, count, size):
-            batch = samples.batch(indices[start : start + size]).to(self.device)
-            total += self._loss_sum(batch).item()
         num_valid = max(1, samples.num_valid(indices))
-        self.eval_loss = total / num_valid
+        self.eval_loss = self.worker.loss_sum(samples, indices) / num_valid
         self.log.write(
             "eval",
             self.step,
@@ -290,8 +337,9 @@ class _Run:
 
     def _save(self) -> None:
         self._check_finite()
+        self.watchdog.beat(self.step, "saving")
         config = self.config
-        snapshot = checkpoint.Snapshot(
+        record = Record(
             step=self.step,
             consumed_samples=self.consumed,
             config=to_dict(config),
@@ -300,30 +348,42 @@ class _Run:
                 "identity_hash": identity_hash(config),
                 "identity": identity(config),
                 "data_fingerprint": self.data.fingerprint,
+                "model": self.worker.shape.to_hf(),
+                "layout": config.layout.describe(),
+                "ranks": self.ranks.size,
                 "ridgeline": ridgeline.__version__,
                 "torch": torch.__version__,
             },
-            model={name: p.detach() for name, p in self.model.named_parameters()},
-            optimizer=self.optimizer.state_tensors(),
-            rng=checkpoint.rng_state(),
             tokenizer=self.tokenizer.files(),
         )
-        folder = config.run_dir / "checkpoints"
-        checkpoint.save(folder, snapshot, keep_last=config.checkpoint.keep_last)
+        state = run_state(self.worker.pieces(), self.worker.optimizer, self.ranks.rank)
+        with told_once():
+            self.saver.save(record, state, beside=config.checkpoint.asynchronous)
         self.saved_step = self.step
 
-    def _finish(self, interrupted: str | None) -> TrainResult:
-        config, exported = self.config, None
-        if interrupted is not None:
+    def _wait_for_save(self) -> None:
+        self.watchdog.beat(self.step, "saving")
+        with told_once():
+            self.saver.wait()
+
+    def _export(self) -> Path | None:
+        config = self.config
+        if not config.checkpoint.export:
+            return None
+        self.watchdog.beat(self.step, "exporting")
+        folder = export_folder(config)
+        dtype, tokenizer = torch_dtype(config.dtype), config.run_dir / "tokenizer"
+        export(self.worker, folder, dtype, tokenizer, self.ranks)
+        return folder
+
+    def _result(self, interrupted: str | None, exported: Path | None) -> TrainResult:
+        config = self.config
+        if interrupted is not None and self.ranks.is_first:
             progress.say(
                 f"stopped by {interrupted} at step {self.step} of {config.steps}; state is saved "
                 f"in {config.run_dir}; give the same command again to go on"
             )
-        elif config.checkpoint.export:
-            exported = config.run_dir / "model"
-            source = config.run_dir / "tokenizer"
-            save_pretrained(self.model, exported, tokenizer_from=source, overwrite=True)
-        newest = checkpoint.scan(config.run_dir / "checkpoints")
+        newest = scan(config.run_dir / "checkpoints")
         return TrainResult(
             run_dir=config.run_dir,
             step=self.step,

@@ -30,17 +30,34 @@ FLAGS = {
     "warmup": "--ops --dtypes --head-dims --masks --layouts --softcap --no-softcap --sinks "
     "--no-sinks --layers --group-sizes --scale-dtype --symmetric --no-symmetric --arch --workers",
     "train": "--config --run-dir --steps --batch-samples --micro-batch-samples --seed --dtype "
-    "--device --loss-chunk-tokens --model.preset --model.folder --model.init --data.files "
+    "--device --loss-chunk-tokens --timeout-s --layout.dp-replicate --layout.dp-shard --layout.tp "
+    "--layout.pp --layout.cp --layout.zero --layout.schedule --layout.stages-per-rank "
+    "--layout.num-microbatches --layout.sequence-parallel --layout.no-sequence-parallel "
+    "--layout.activation-checkpointing --layout.reduce --layout.compile-blocks "
+    "--layout.no-compile-blocks --layout.async-tp --layout.no-async-tp --model.preset "
+    "--model.folder --model.init --data.files "
     "--data.eval-files --data.eval-fraction --data.documents --data.separator --data.json-field "
     "--data.tokenizer --data.vocab-size --data.seqlen --data.cache --optim.lr "
     "--optim.min-lr-ratio --optim.warmup-steps --optim.beta1 --optim.beta2 --optim.eps "
     "--optim.weight-decay --optim.max-grad-norm --checkpoint.every-steps --checkpoint.keep-last "
     "--checkpoint.resume --checkpoint.accept-changes --checkpoint.no-accept-changes "
+    "--checkpoint.asynchronous --checkpoint.no-asynchronous "
     "--checkpoint.export --checkpoint.no-export --log.every-steps --log.eval-every-steps "
-    "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard",
-    "quantize": "--model --out --text --method --bits --format --group-size --symmetric "
-    "--no-symmetric --act-order --damp --sequences --sequence-tokens --seed --skip --overwrite "
-    "--no-overwrite --device",
+    "--log.eval-samples --log.peak-tflops --log.tensorboard --log.no-tensorboard "
+    "--log.breakdown-every-steps --log.profile-step",
+    "verify": "--layout.dp-replicate --layout.dp-shard --layout.tp --layout.pp --layout.cp "
+    "--layout.zero --layout.schedule --layout.stages-per-rank --layout.num-microbatches "
+    "--layout.sequence-parallel --layout.no-sequence-parallel --layout.activation-checkpointing "
+    "--layout.reduce --layout.compile-blocks --layout.no-compile-blocks --layout.async-tp "
+    "--layout.no-async-tp --shape.num-layers --shape.num-heads --shape.num-kv-heads "
+    "--shape.head-dim --shape.intermediate-size --shape.vocab-size --shape.tie-embeddings "
+    "--shape.no-tie-embeddings --shape.qk-norm --shape.no-qk-norm --steps --seqlen "
+    "--micro-batch-samples --seed --tolerance --device",
+    "quantize": "--model --out --text --json-field --method --bits --format --group-size "
+    "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
+    "--batch-sequences --seed --skip --override --held-out --held-out-windows --max-kl "
+    "--max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
+    "--device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",

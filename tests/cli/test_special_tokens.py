@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from ridgeline.cli import calibration
 from ridgeline.cli import eval as eval_command
-from ridgeline.cli import quantize as quantize_command
 from ridgeline.cli.eval import EvalConfig
 from ridgeline.cli.generate import GenerateConfig, generate
-from ridgeline.cli.quantize import QuantizeConfig
+from ridgeline.cli.quantize import QuantizeConfig, quantize
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.train.documents import DocumentRule
 from ridgeline.train.tokens import load_tokenizer, tokenize_files
@@ -45,11 +45,9 @@ def test_text_that_is_scored_or_learned_from_has_none(folder, text_file, tmp_pat
     monkeypatch.setattr(eval_command, "perplexity", lambda model, ids, **_: _raise_ids(ids))
     with pytest.raises(_SeenError) as scored:
         eval_command.eval(EvalConfig(model=folder, text=text_file))
-    monkeypatch.setattr(quantize_command, "calibration_blocks", _raise_ids)
+    monkeypatch.setattr(calibration, "calibration_blocks", _raise_ids)
     with pytest.raises(_SeenError) as calibrated:
-        quantize_command.quantize(
-            QuantizeConfig(model=folder, out=tmp_path / "out", text=text_file, group_size=32)
-        )
+        quantize(QuantizeConfig(model=folder, out=tmp_path / "out", text=text_file, group_size=32))
     assert scored.value.args[0] == calibrated.value.args[0] == plain
     tokenizer = load_tokenizer(folder)
     store = tokenize_files([text_file], DocumentRule(kind="file"), tokenizer, tmp_path / "tokens")

@@ -11,9 +11,12 @@ import torch
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.formats.gptq import GPTQFormat
-from ridgeline.quant import calibrate
+from ridgeline.quant import block
+from ridgeline.quant.batches import Batch
+from ridgeline.quant.block import BlockWorker
 from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.gptq import GPTQOptions, Hessian, quantize_layers
+from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Override, Recipe
 from ridgeline.quant.staged import StagedBlock, _Forward
 
@@ -49,7 +52,7 @@ def test_every_layer_sees_its_quantized_predecessors(ids: torch.Tensor) -> None:
     """Redo each group by hand: run the model as quantized so far, take its inputs, solve."""
     model, by_hand = fresh(), fresh()
     result = quantize_model(model, ids, RECIPE)
-    grid = calibrate._Run(model, RECIPE, None)._grid(RECIPE.layout)
+    grid = BlockWorker(model, RECIPE, Ranks(), lambda *_, **__: None).grid(RECIPE.layout)
     for index in range(2):
         for group in by_hand.linear_groups():
             names = [f"layers.{index}.{name}" for name in group]
@@ -169,7 +172,7 @@ def test_interruption_ends_every_thread_and_hook(ids: torch.Tensor, monkeypatch)
         raise KeyboardInterrupt
 
     model = fresh()
-    monkeypatch.setattr(calibrate, "quantize_layers", interrupt)
+    monkeypatch.setattr(block, "quantize_layers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantize_model(model, ids, RECIPE)
     assert not suspended_forwards()
@@ -201,13 +204,13 @@ def test_stages_match_a_plain_forward(ids: torch.Tensor) -> None:
     with torch.no_grad():
         batches = [model.embed(part) for part in ids.split(3)]
         plain = [model.run_block(0, x) for x in batches]
-    with StagedBlock(model, 0, batches) as staged:
+    with StagedBlock(model, 0, [Batch(x=x) for x in batches]) as staged:
         for group, inputs in staged.stages():
             for x, part in zip(inputs, ids.split(3), strict=True):
                 expected = inputs_of(model, part, f"layers.0.{group[0]}")
                 assert torch.equal(x, expected)
         outputs = staged.finish()
-    assert all(torch.equal(a, b) for a, b in zip(outputs, plain, strict=True))
+    assert all(torch.equal(a.x, b) for a, b in zip(outputs, plain, strict=True))
 
 
 @pytest.mark.parametrize("order", ["natural", "activation"])

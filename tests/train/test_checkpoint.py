@@ -6,21 +6,43 @@ import torch
 from safetensors import SafetensorError
 
 from ridgeline.core.errors import UserError
+from ridgeline.parallel import checkpoint as parallel_checkpoint
+from ridgeline.parallel import storage
+from ridgeline.parallel.checkpoint import Record, Saver, newest_whole, publish, scan
+from ridgeline.parallel.storage import DamagedError, whole_piece
 from ridgeline.train import checkpoint
-from ridgeline.train.checkpoint import DamagedError, Snapshot, latest, load, run_lock, save, scan
+from ridgeline.train.checkpoint import load, run_lock
 
 
-def snapshot(step: int) -> Snapshot:
-    return Snapshot(
+def snapshot(step: int):
+    record = Record(
         step=step,
         consumed_samples=4 * step,
         config={"optim": {"lr": 0.001}, "run_dir": "x"},
         facts={"identity_hash": "abc"},
-        model={"a.weight": torch.randn(3, 2).bfloat16(), "b": torch.arange(3.0)},
-        optimizer={"exp_avg.a.weight": torch.randn(2, 3).T, "step.b": torch.tensor(2.0)},
-        rng=checkpoint.rng_state(),
         tokenizer={"tokenizer.json": '{"é": 1}', "tokenizer_config.json": "{}"},
     )
+    sections = {
+        "model": {"a.weight": torch.randn(3, 2).bfloat16(), "b": torch.arange(3.0)},
+        "optimizer": {"exp_avg.a.weight": torch.randn(2, 3).T, "step.b": torch.tensor(2.0)},
+        "rng": checkpoint.rng_state(),
+    }
+    return record, sections
+
+
+def save(folder, kept, *, keep_last):
+    record, sections = kept
+    state = {
+        f"{section}/{name}": [whole_piece(tensor)]
+        for section, tensors in sections.items()
+        for name, tensor in tensors.items()
+    }
+    return publish(folder, record, state, keep_last=keep_last)
+
+
+def latest(folder):
+    found = newest_whole(folder)
+    return found and found[0]
 
 
 def test_round_trip(tmp_path):
@@ -28,9 +50,11 @@ def test_round_trip(tmp_path):
     path = save(tmp_path, kept, keep_last=2)
     found = load(path)
     assert (found.step, found.consumed_samples) == (7, 28)
-    assert (found.config, found.facts, found.tokenizer) == (kept.config, kept.facts, kept.tokenizer)
-    for part in ("model", "optimizer", "rng"):
-        ours, theirs = getattr(kept, part), getattr(found, part)
+    record, sections = kept
+    assert (found.config, found.facts) == (record.config, record.facts)
+    assert found.tokenizer == record.tokenizer
+    for part, ours in sections.items():
+        theirs = getattr(found, part)
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name])
@@ -40,6 +64,7 @@ def test_only_safetensors_and_json(tmp_path):
     path = save(tmp_path, snapshot(1), keep_last=1)
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     assert names == [
+        "metadata.json",
         "model.safetensors",
         "optimizer.safetensors",
         "rng.safetensors",
@@ -115,9 +140,6 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, damage, text):
         load(damaged)
     with pytest.warns(RuntimeWarning, match=text + "; trying the one before"):
         assert latest(tmp_path) == tmp_path / "step-00000001"
-    with pytest.warns(RuntimeWarning, match=text):
-        found = checkpoint.load_latest(tmp_path)
-    assert found is not None and found.step == 1
 
 
 def test_a_damaged_later_one_does_not_push_out_a_good_one(tmp_path):
@@ -130,7 +152,7 @@ def test_a_damaged_later_one_does_not_push_out_a_good_one(tmp_path):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("_sha256", OSError(28, "No space left on device")),
+        ("file_facts", OSError(28, "No space left on device")),
         ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
     ],
 )
@@ -140,7 +162,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch, name, error)
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(checkpoint, name, fail)
+    monkeypatch.setattr(storage, name, fail)
     with pytest.raises(UserError, match=r"could not write .*: .*No space left on device"):
         save(tmp_path, snapshot(2), keep_last=1)
     monkeypatch.undo()
@@ -174,3 +196,47 @@ def test_a_run_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"could not use .*file"), run_lock(tmp_path / "file"):
         pass
+
+
+def test_another_version_is_refused_and_not_passed_over(tmp_path):
+    path = save(tmp_path, snapshot(2), keep_last=2)
+    state = json.loads((path / "state.json").read_text()) | {"format": 1}
+    del state["sha256"]
+    state["sha256"] = parallel_checkpoint._state_digest(state)
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="has format 1, this version reads 2; go on with") as caught:
+        latest(tmp_path)
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_boxes_that_do_not_tile_are_damage(tmp_path):
+    path = save(tmp_path, snapshot(2), keep_last=2)
+    metadata = json.loads((path / "metadata.json").read_text())
+    metadata["model/b"]["chunks"][0]["sizes"] = [2]
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(DamagedError, match="does not tile model/b"):
+        storage.read_whole(path, "model")
+
+
+def test_beside_the_training_the_state_at_the_call_is_written(tmp_path):
+    weight = torch.zeros(1000)
+    saver = Saver(tmp_path, keep_last=1)
+    record = Record(step=1, consumed_samples=1, config={}, facts={})
+    saver.save(record, {"model/w": [whole_piece(weight)]}, beside=True)
+    weight += 1  # training goes on
+    saver.wait()
+    assert torch.equal(storage.read_whole(latest(tmp_path), "model")["w"], torch.zeros(1000))
+
+
+def test_what_fails_beside_the_training_is_raised_later(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "file_facts", fail)
+    saver = Saver(tmp_path, keep_last=1)
+    record = Record(step=1, consumed_samples=1, config={}, facts={})
+    saver.save(record, {"model/w": [whole_piece(torch.zeros(3))]}, beside=True)
+    with pytest.raises(UserError, match="No space left on device"):
+        saver.wait()
+    saver.wait()  # told once
+    assert scan(tmp_path) == [] and list(tmp_path.iterdir()) == []

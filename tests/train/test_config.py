@@ -178,7 +178,7 @@ def test_every_field_is_described():
                 text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 if not text:
                     undescribed.append(ast.unparse(statement.target))
-    assert set(undescribed) == {"model", "data", "optim", "checkpoint", "log"}
+    assert set(undescribed) == {"layout", "model", "data", "optim", "checkpoint", "log"}
     assert set(undescribed) <= parts
 
 

@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from ridgeline.core.errors import UserError
+from ridgeline.parallel.loss import IGNORE
 from ridgeline.train.config import DataConfig
-from ridgeline.train.data import IGNORE, PackedSamples, evaluation_documents, load_data
+from ridgeline.train.data import PackedSamples, evaluation_documents, load_data
 from ridgeline.train.tokens import byte_tokenizer
 from tests.train.helpers import store_of
 

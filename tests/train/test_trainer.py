@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.nn.hf import load_pretrained
-from ridgeline.train import checkpoint, trainer
-from ridgeline.train.data import IGNORE, PackedSamples
-from ridgeline.train.start import build_model, prepare
+from ridgeline.parallel.checkpoint import scan
+from ridgeline.parallel.loss import IGNORE
+from ridgeline.train import checkpoint, trainer, worker
+from ridgeline.train.data import PackedSamples
+from ridgeline.train.ranks import Ranks
+from ridgeline.train.start import model_config, prepare
 from ridgeline.train.tokens import byte_tokenizer
 from ridgeline.train.toml import load_config
 from ridgeline.train.trainer import train
@@ -123,7 +126,7 @@ def test_a_second_signal_stops_at_once(make_config):
 
     with pytest.raises(KeyboardInterrupt):
         train(config, on_step=interrupt)
-    assert [p.name for p in checkpoint.scan(config.run_dir / "checkpoints")] == ["step-00000002"]
+    assert [p.name for p in scan(config.run_dir / "checkpoints")] == ["step-00000002"]
 
 
 def test_accumulation_equals_the_big_batch(make_config):
@@ -140,17 +143,18 @@ def test_accumulation_equals_the_big_batch(make_config):
 def test_the_loss_of_a_step_is_the_mean_over_its_valid_tokens(make_config):
     """Against the plain form: one document at a time, full logits, no packing."""
     config = make_config(steps=2, batch_samples=6, micro_batch_samples=3)
-    start = prepare(config, torch.device("cpu"))
+    start = prepare(config, torch.device("cpu"), Ranks())
+    model = start.worker.model
     batch = start.data.train.batch(start.data.order(0, 6))
     total = torch.zeros(())
     for document, targets in zip(
         batch.token_ids_P.split(batch.seqlens), batch.targets_P.split(batch.seqlens), strict=True
     ):
-        logits = start.model(document[None])[0]
+        logits = model(document[None])[0]
         total = total + F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     mean = total / batch.num_valid
     mean.backward()
-    norm = math.sqrt(sum(p.grad.square().sum().item() for p in start.model.parameters()))
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
     train(config)
     first = rows_of(config)[0]
     assert first["loss"] == pytest.approx(mean.item(), rel=1e-5)
@@ -160,7 +164,8 @@ def test_the_loss_of_a_step_is_the_mean_over_its_valid_tokens(make_config):
 
 def test_documents_do_not_see_each_other(make_config):
     config = make_config()
-    model = build_model(config, byte_tokenizer(), torch.device("cpu"))
+    shape = model_config(config, byte_tokenizer())
+    model = worker.OneProcess(config, shape, torch.device("cpu")).model
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (9, 20, 30, 5)]
 
@@ -263,7 +268,7 @@ def test_resume_settings(make_config):
 
 
 def test_divergence_is_loud_and_not_saved(make_config, monkeypatch):
-    clip = trainer.clip_gradients
+    clip = worker.clip_gradients
     calls = []
 
     def poison(optimizers, max_norm):
@@ -271,11 +276,11 @@ def test_divergence_is_loud_and_not_saved(make_config, monkeypatch):
         norm = clip(optimizers, max_norm)
         return norm * math.nan if len(calls) == 4 else norm
 
-    monkeypatch.setattr(trainer, "clip_gradients", poison)
+    monkeypatch.setattr(worker, "clip_gradients", poison)
     config = make_config(log={"every_steps": 6})
     with pytest.raises(UserError, match=r"not finite by step 4; the last good state is step 2"):
         train(config)
-    assert [p.name for p in checkpoint.scan(config.run_dir / "checkpoints")] == ["step-00000002"]
+    assert [p.name for p in scan(config.run_dir / "checkpoints")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,7 @@ def test_bad_configs_end_in_one_line(make_config, changes, error, text):
 def test_a_gpu_that_is_not_there(make_config):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="device must be cpu where PyTorch sees no GPU, got cuda"):
+    with pytest.raises(UserError, match="no CUDA device is usable here; use --device cpu"):
         train(make_config(device="cuda"))
 
 
@@ -307,7 +312,7 @@ def test_the_vocabulary_must_hold_the_tokens(make_config, small_model):
     raw = json.loads((small_model / "config.json").read_text()) | {"vocab_size": 100}
     (small_model / "config.json").write_text(json.dumps(raw))
     config = make_config(steps=1, optim={"warmup_steps": 0})
-    assert build_model(config, byte_tokenizer(), torch.device("cpu")).config.vocab_size == 257
+    assert model_config(config, byte_tokenizer()).vocab_size == 257
 
 
 def test_queued_work_is_waited_for_before_the_meter_stops(make_config, monkeypatch):
@@ -323,4 +328,15 @@ def test_queued_work_is_waited_for_before_the_meter_stops(make_config, monkeypat
         log={"every_steps": 6, "eval_every_steps": 2, "eval_samples": 2},
     )
     trainer.train(config)
-    assert events == ["stop", 2, "stop", 3, "stop", 4, "stop", "stop", 6, "stop"]
+    assert events == [
+        "stop",
+        1,
+        "stop",
+        2,
+        "stop",
+        3,
+        "stop",
+        "stop",
+        5,
+        "stop",
+    ]  # steps done before

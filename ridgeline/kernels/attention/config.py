@@ -107,6 +107,8 @@ def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfi
         return f"block_m {tile.block_m} leaves {tile.num_warps} warps less than 8 rows each"
     if tile.block_n < 8 * tile.num_warps and kernel == "dkdv":
         return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 8 rows each"
+    if tile.block_m > 128 and kernel in ("dq", "dkdv"):
+        return f"block_m {tile.block_m} is more than the 128 that rows are aligned to"
     if tile.tma and (not arch.is_gpu or int(arch.name[2:]) < 90):
         return f"tensor descriptors need sm90, not {arch.name}"
     if (needed := smem_bytes(problem, kernel, tile)) > arch.smem_bytes:
@@ -164,7 +166,8 @@ _BACKWARD_SM90: dict[tuple[int, str], BackwardConfig] = {
         dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
     ),
     (128, "window"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
+        dkdv=_tile(64, 64, 4, 2, tma=True, branch=True),
+        dq=_tile(64, 64, 4, 2, tma=True, branch=True),
     ),
     (256, "full"): BackwardConfig(
         dkdv=_tile(32, 64, 8, 2, tma=True), dq=_tile(64, 32, 8, 2, tma=True)
@@ -326,21 +329,22 @@ _SPLIT_OVERHEAD_US, _MERGE_US = 2.0, 3.0
 
 
 def takes_decode(problem: AttentionProblem) -> bool:
-    """Whether the split-KV kernel takes a forward: few rows a key/value head, no dropout."""
+    """Whether the split-KV kernel takes a forward: few rows a key/value head, no dropout, no
+    user's functions."""
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
-    return rows <= MAX_DECODE_ROWS and not problem.dropout
+    return rows <= MAX_DECODE_ROWS and not problem.dropout and not problem.mods
 
 
 def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
     """The split-KV kernel's tile: small, several blocks a multiprocessor, loads far ahead.
 
-    First choices by measurement (H200, 2026-11-29, benchmarks/results/h200/attention.jsonl): long
-    tiles where keys are contiguous, a deeper ring of short ones where pages are gathered.
+    First choices by measurement (H200, 2026-11-29, benchmarks/results/h200/attention.jsonl): two
+    long tiles in flight where keys are contiguous, three where pages are gathered.
     """
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
     block_m = min(MAX_DECODE_ROWS, max(16, next_power_of_2(rows)))
     hopper = _is_hopper_table(problem, arch)
-    measured = ((128, 2) if problem.page_size is None else (64, 5),) if hopper else ()
+    measured = ((128, 2 if problem.page_size is None else 3),) if hopper else ()
     for block_n, stages in (*measured, (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         tma = hopper and (problem.page_size is None or problem.page_size % block_n == 0)
         tile = _tile(block_m, block_n, 4, stages, tma=tma)

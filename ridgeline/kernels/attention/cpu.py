@@ -10,7 +10,8 @@ causal mask, window, sinks or grouped heads; they are put around it:
   reads its K and V once), or K and V repeated where a mask forbids that.
 Backward passes the final O and LSE to the kernel's backward call by call: P = exp(S - LSE) is then
 the whole softmax's P (the property ring attention uses; Liu et al., "Ring Attention", 2023).
-Softcap, dropout, bias and a gradient of LSE take the general path: blocks of rows in fp32 matmuls.
+Softcap, dropout, bias, a user's functions and a gradient of LSE take the general path: blocks of
+rows in fp32 matmuls.
 Numerics: softmax and accumulation in fp32. Decode moves K and V once: bound by memory bandwidth.
 Source: FlashAttention-2 (Dao, 2023), section 3.1, for the recomputation in backward.
 """
@@ -108,7 +109,8 @@ def _widened(part: Part, given: Given) -> tuple[Part, Given]:
 
 
 def _fused_takes(options: AttentionOptions, extras: AttentionExtras) -> bool:
-    return not options.softcap and not options.dropout_p and extras.bias is None
+    general = options.softcap or options.dropout_p or extras.bias is not None
+    return not general and extras.mods is None
 
 
 @dataclass(frozen=True, slots=True)

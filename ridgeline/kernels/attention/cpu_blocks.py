@@ -118,6 +118,10 @@ class _Scores:
     score_BHst: torch.Tensor
     tanh_BHst: torch.Tensor | None
     keep_BHst: torch.Tensor | None
+    raw_BHst: torch.Tensor | None
+    """The scores before a user's score_mod."""
+    places: tuple[torch.Tensor, ...]
+    """b, h, i, j of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,11 @@ def _scores(
         score = score + _bias_block(extras.bias, block, part)
     if extras.alibi_slopes is not None:
         score = score - part.slopes(extras.alibi_slopes) * distance.abs()
+    batch = torch.arange(part.batch_start, part.batch_start + x.q_BHSD.shape[0])
+    places = (batch[:, None, None, None], torch.arange(H)[:, None, None], row, col + part.leftpad)
+    raw = None
+    if extras.mods is not None:
+        raw, score = score, extras.mods.scored(score, places)
     left, right = bounds(options, S, T)
     if right is not None:
         score = score.masked_fill(distance < -right, NEG_INF)
@@ -171,16 +180,9 @@ def _scores(
         score = score.masked_fill(distance > left, NEG_INF)
     keep = None
     if options.dropout_p:
-        batch = torch.arange(part.batch_start, part.batch_start + x.q_BHSD.shape[0])
-        keep = keep_mask(
-            options.dropout_p,
-            (extras.dropout_seed, extras.dropout_offset),
-            batch[:, None, None, None],
-            torch.arange(H)[:, None, None],
-            row,
-            col + part.leftpad,
-        )
-    return _Scores(score, tanh, keep)
+        seed_offset = (extras.dropout_seed, extras.dropout_offset)
+        keep = keep_mask(options.dropout_p, seed_offset, *places)
+    return _Scores(score, tanh, keep, raw, places)
 
 
 def _bias_block(bias: torch.Tensor, block: _Block, part: Part) -> torch.Tensor:
@@ -246,6 +248,8 @@ def backward(
             dropped, dp = p * share, dp * share
         dv[:, :, keys] += _grouped(dropped, G).transpose(-1, -2) @ dout
         ds = p * (dp + minus_delta_BHS[:, :, rows, None])
+        if scores.raw_BHst is not None and extras.mods is not None:
+            ds = extras.mods.pulled_back(ds, scores.raw_BHst, scores.places)
         if extras.bias is not None and grads.dbias is not None:
             target = _bias_block(grads.dbias, block, part)
             target += ds.sum_to_size(target.shape)

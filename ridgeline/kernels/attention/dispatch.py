@@ -60,7 +60,12 @@ def _decide(
 
 def module_for(a: Arguments, direction: str) -> Any:
     """The module of the implementation that takes a call; the decision is cached."""
-    return _decide(a.problem(direction), a.q.device, a.impl, env.impl_override("attention"))
+    return module_of(a.problem(direction), a.q.device, a.impl)
+
+
+def module_of(problem: AttentionProblem, device: torch.device, impl: str | None) -> Any:
+    """The module of the implementation that takes a problem on a device."""
+    return _decide(problem, device, impl, env.impl_override("attention"))
 
 
 def chosen(a: Arguments) -> Any:

@@ -20,22 +20,16 @@ _WIDE = ("bfloat16", "float16", "float32", "float64")
 
 
 def _ref_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    if problem.mods:
-        return "no score_mod or mask_mod"
     return None
 
 
 def _cpu_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    if problem.mods:
-        return "no score_mod or mask_mod"
     if problem.page_size is not None and problem.direction == "bwd":
         return "no backward through a paged cache"
     return None
 
 
 def _triton_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    if problem.mods:
-        return "no score_mod or mask_mod"
     if problem.batch > _LARGEST_GRID or problem.heads > _LARGEST_GRID:
         return f"batch and heads up to {_LARGEST_GRID}"
     for name in ("head_dim", "head_dim_v"):

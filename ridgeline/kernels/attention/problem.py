@@ -38,6 +38,8 @@ from ridgeline.core.roofline import Cost
 if TYPE_CHECKING:
     import torch
 
+    from ridgeline.kernels.attention.mods import Mods
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
@@ -177,6 +179,8 @@ class AttentionExtras:
     """[B or 1, H or 1, S, T], added to the scaled (and soft-capped) scores, as ALiBi is; in q's
     dtype or fp32. Varlen: S and T are the longest, entry (b, h, i, j) is in a sequence's own
     coordinates."""
+    mods: Mods | None = None
+    """A user's score_mod and mask_mod (flex.py)."""
     dropout_seed: int = 0
     dropout_offset: int = 0
     """Counter-based: the mask is a function of (seed, offset, batch, head, i, j); see rng.py."""

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, with every option: the only reference.
 
-    S = softcap(scale * Q K^T) + bias - slope * |i + T - S - j| ; mask ; O = dropout(softmax([S,
-    sink])) V
+    S = score_mod(softcap(scale * Q K^T) + bias - slope * |i + T - S - j|) ; mask
+    O = dropout(softmax([S, sink])) V
 
 Bytes moved: the S x T matrix several times; bound by memory. Any device. Meaning: problem.py.
 `compute_dtype` is float32 for the reference, float64 for gradients on small shapes, the input's
@@ -49,6 +49,8 @@ class _Softmax(NamedTuple):
     share_HST: torch.Tensor | None  # what dropout multiplies P by
     slope_HST: torch.Tensor | None  # of the softcap
     lse_HS: torch.Tensor
+    raw_HST: torch.Tensor | None  # the scores before a user's score_mod
+    places: tuple[torch.Tensor, ...]  # b, h, i, j of the scores
 
 
 def _one_sequence(q_SHD, k_TGD, v_TGV, sequence: Sequence, options, extras):
@@ -81,6 +83,10 @@ def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras) -> _Softmax:
         slopes_H = slopes[sequence.index] if slopes.dim() == 2 else slopes
         score_HST = score_HST - slopes_H.to(dtype)[:, None, None] * distance.abs()
 
+    b, h = (torch.tensor(sequence.index, device=row.device), torch.arange(H, device=row.device))
+    places, raw_HST = (b.view(1, 1, 1), h[:, None, None], row, col), None
+    if extras.mods is not None:
+        raw_HST, score_HST = score_HST, extras.mods.scored(score_HST, places)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     right = 0 if options.causal else options.window_right
     if options.causal and options.window_right is not None:
@@ -100,12 +106,12 @@ def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras) -> _Softmax:
     p_HST = torch.exp(score_HST - lse_HS1).masked_fill(empty_HS1, 0.0)
     sink_HS = None if extras.sinks_H is None else p_HST[..., -1]
     if options.dropout_p:
-        b, h = (torch.tensor(sequence.index, device=row.device), torch.arange(H, device=row.device))
         seed_offset = (extras.dropout_seed, extras.dropout_offset)
         keep = keep_mask(options.dropout_p, seed_offset, b, h[:, None, None], row, col)
         share_HST = keep.to(dtype) / (1 - options.dropout_p)
     lse_HS = lse_HS1.masked_fill(empty_HS1, NEG_INF)[..., 0]
-    return _Softmax(p_HST[..., : T - pad], sink_HS, share_HST, slope_HST, lse_HS)
+    p_HST = p_HST[..., : T - pad]
+    return _Softmax(p_HST, sink_HS, share_HST, slope_HST, lse_HS, raw_HST, places)
 
 
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
@@ -145,6 +151,8 @@ def _add_sequence(grads, dout_SHV, dlse_HS, qkv, sequence: Sequence, options, ex
     ds_HST = soft.p_HST * (dp_HST + row_HS[..., None])
     if soft.sink_HS is not None:
         grads["sinks"] += (soft.sink_HS * row_HS).sum(-1)
+    if soft.raw_HST is not None:
+        ds_HST = extras.mods.pulled_back(ds_HST, soft.raw_HST, soft.places)
     if (bias := extras.bias) is not None:
         b = sequence.index if bias.shape[0] > 1 else 0
         target = grads["bias"][b, :, : sequence.seqlen_q, pad : sequence.seqlen_k]

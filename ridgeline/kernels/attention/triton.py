@@ -27,6 +27,7 @@ from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads,
 from ridgeline.kernels.attention.triton_plan import (
     Inputs,
     Launch,
+    Tiles,
     arch_of,
     batched,
     call_of,
@@ -38,6 +39,7 @@ from ridgeline.kernels.attention.triton_plan import (
     seeds_of,
     strides_of,
     tensor_args,
+    tiles_of,
     variant_of,
 )
 
@@ -46,24 +48,25 @@ def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
     """Attention forward -> (out, lse_ln fp32). See the module's docstring."""
     x = inputs_of(q, k, v, options, extras)
     problem, arch = problem_of(x, "fwd"), arch_of(q.device)
-    out, lse = forward_outputs(x)
-    if takes_decode(problem):
+    decode = takes_decode(problem)
+    out, lse = forward_outputs(x, cleared=decode)
+    if decode:
         launches = plan_decode(x, out, lse, decode_config(problem, arch, options.num_splits))
     else:
-        launches = [plan_forward(x, out, lse, forward_tile(problem, arch))]
+        launches = plan_forward(x, out, lse, forward_tile(problem, arch))
     for launch in launches:
         launch.run()
     return (out[0] if x.packed_q else out), lse
 
 
-def forward_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for out (4-D) and lse; rows that no sequence has are 0 and -inf from the start."""
+def forward_outputs(x: Inputs, cleared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out (4-D) and lse; cleared: packed rows are 0 and -inf from the start, for a
+    kernel that does not write those that no sequence has."""
     shape = (*x.q.shape[:3], x.v.shape[-1])
-    if x.packed_q:
-        lse = torch.full((x.heads, x.q.shape[1]), float("-inf"), device=x.q.device)
-        return x.q.new_zeros(shape), lse
-    lse = torch.empty((shape[0], x.heads, shape[1]), device=x.q.device, dtype=torch.float32)
-    return x.q.new_empty(shape), lse
+    rows = (x.heads, shape[1]) if x.packed_q else (shape[0], x.heads, shape[1])
+    if x.packed_q and cleared:
+        return x.q.new_zeros(shape), torch.full(rows, float("-inf"), device=x.q.device)
+    return x.q.new_empty(shape), torch.empty(rows, device=x.q.device, dtype=torch.float32)
 
 
 def plan_decode(
@@ -74,7 +77,8 @@ def plan_decode(
     tma = tile.tma and bool(flat_strides(x.k)) and bool(flat_strides(x.v))
     tma &= not x.paged or x.k.shape[1] % tile.block_n == 0
     variant = variant_of(x, tile, tma, direct=splits == 1)
-    places, descriptors = tensor_args(((x.k, tile.block_n), (x.v, tile.block_n)), tma)
+    kv = (x.k, tile.block_n, False), (x.v, tile.block_n, False)
+    places, descriptors = tensor_args(kv, tma)
     lse_strides = (x.lse_strides[0], 1, x.lse_strides[1], 0)
     results = ((out, (*strides_of(out), 0)), (lse, lse_strides))
     partial = results
@@ -117,27 +121,33 @@ def plan_decode(
     return [split, merge]
 
 
-def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> Launch:
-    """The forward kernel's launch; out is 4-D."""
-    tma = tile.tma and not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v))
-    variant = variant_of(x, tile, tma)
-    places, descriptors = tensor_args(
-        ((x.q, tile.block_m), (x.k, tile.block_n), (x.v, tile.block_n)), tma
+def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> list[Launch]:
+    """The forward kernel's launch, after that of its list of tiles if it has one; out is 4-D."""
+    tma = tile.tma and x.descriptors and all(flat_strides(t) for t in (x.q, x.k, x.v))
+    variant = variant_of(x, tile, tma, ragged=tma)
+    ragged_n = not variant.whole_n
+    tensors = (
+        (x.q, tile.block_m, not variant.whole_m),
+        (x.k, tile.block_n, ragged_n),
+        (x.v, tile.block_n, ragged_n),
     )
-    return Launch(
+    places, descriptors = tensor_args(tensors, tma)
+    tiles = tiles_of(x, "q", tile.block_m)
+    main = Launch(
         kernel=triton_fwd.attention_fwd,
-        grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+        grid=(tiles.grid[0], x.heads, tiles.grid[1]),
         args=(
             *places,
             *descriptors,
             (out, strides_of(out)),
             (lse, *x.lse_strides),
-            call_of(x),
+            call_of(x, tiles),
             *seeds_of(x.extras),
             variant,
         ),
         options=launch_options(tile),
     )
+    return [*tiles.made_by, main]
 
 
 def backward(
@@ -167,96 +177,112 @@ class BackwardPlan:
     def __init__(self, x: Inputs, dout, dlse, out, lse_ln, config: BackwardConfig):
         self.x, self.dout, self.dlse, self.out, self.lse = x, dout, dlse, out, lse_ln
         self.config = config
-        self.tma = not x.paged and all(flat_strides(t) for t in (x.q, x.k, x.v, dout))
-        whole = x.whole_keys and x.whole_queries
-        new = torch.empty_like if whole else torch.zeros_like
+        self.tma = x.descriptors and all(flat_strides(t) for t in (x.q, x.k, x.v, dout))
+        new = torch.empty_like if x.extras.kv_batch_idx is None else torch.zeros_like
         kept = {"memory_format": torch.contiguous_format}
         self.dq, self.dk, self.dv = (new(t, **kept) for t in (x.q, x.k, x.v))
-        self.delta, self.lse_log2 = torch.zeros_like(lse_ln), torch.zeros_like(lse_ln)
+        self.delta, self.lse_log2 = (torch.empty(x.aligned_rows, device=x.q.device) for _ in "dl")
+        self.row_strides = (0 if x.packed_q else self.delta.stride(0), self.delta.stride(-2))
+        sinks = x.extras.sinks_H is not None
+        self.delta_of_lse = torch.empty_like(lse_ln) if sinks else None
         bias = x.extras.bias
         self.dbias = None if bias is None else torch.zeros_like(bias, **kept)
-        self.call, self.seeds = call_of(x), seeds_of(x.extras)
+        self.seeds = seeds_of(x.extras)
 
-    def launch(self, kernel: str, tile: TileConfig) -> Launch:
-        """The launch of dkdv or dq with another tile, into the same buffers (for the tuner)."""
+    def launch(self, kernel: str, tile: TileConfig) -> list[Launch]:
+        """The launches of dkdv or dq with another tile, into the same buffers (for the tuner)."""
         self.config = BackwardConfig(dkdv=tile, dq=tile)
-        return self._dkdv() if kernel == "dkdv" else self._dq()
+        if kernel == "dkdv":
+            tiles = tiles_of(self.x, "k", tile.block_n)
+            return [*tiles.made_by, self._dkdv(tiles)]
+        tiles = tiles_of(self.x, "q", tile.block_m)
+        return [*tiles.made_by, self._dq(tiles)]
 
     def _variant(self, tile: TileConfig):
-        return variant_of(self.x, tile, self.tma and tile.tma)
+        tma = self.tma and tile.tma
+        return variant_of(self.x, tile, tma, ragged=tma)
 
     def launches(self) -> list[Launch]:
         """Everything, in order."""
-        found = [self._rows(), self._dkdv(), self._dq()]
+        queries = tiles_of(self.x, "q", self.config.dq.block_m)
+        keys = tiles_of(self.x, "k", self.config.dkdv.block_n)
+        lists = (*queries.made_by, *keys.made_by)
+        found = [*lists, self._rows(queries), self._dkdv(keys), self._dq(queries)]
         if self.dbias is not None:
             found.append(self._dbias())
         return found
 
     def _tensors(self, tile: TileConfig):
         """Places and descriptors of q, k, v and dout for a tile."""
-        x = self.x
+        x, variant = self.x, self._variant(tile)
         tensors = (
-            (x.q, tile.block_m),
-            (x.k, tile.block_n),
-            (x.v, tile.block_n),
-            (self.dout, tile.block_m),
+            (x.q, tile.block_m, not variant.whole_m),
+            (x.k, tile.block_n, not variant.whole_n),
+            (x.v, tile.block_n, not variant.whole_n),
+            (self.dout, tile.block_m, not variant.whole_m),
         )
         return tensor_args(tensors, self.tma and tile.tma)
 
-    def _rows(self) -> Launch:
-        x = self.x
-        tile = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)
+    def rows(self) -> list[Launch]:
+        """The launches of delta and LSE alone, which dkdv and dq read (for the tuner)."""
+        queries = tiles_of(self.x, "q", self.config.dq.block_m)
+        return [*queries.made_by, self._rows(queries)]
+
+    def _rows(self, tiles: Tiles) -> Launch:
+        x, rows = self.x, self.config.dq.block_m
+        tile = TileConfig(block_m=rows, block_n=64, num_warps=4, num_stages=1)
         dlse = (None, (0, 0, 0))
         if self.dlse is not None:
             d = self.dlse.unsqueeze(0) if x.packed_q else self.dlse
             dlse = (self.dlse, (d.stride(0), d.stride(1), d.stride(2)))
         return Launch(
             kernel=triton_bwd.attention_rows,
-            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            grid=(tiles.grid[0], x.heads, tiles.grid[1]),
             args=(
                 (self.out, strides_of(self.out)),
                 (self.dout, strides_of(self.dout)),
                 (self.lse, *x.lse_strides),
                 dlse,
-                (self.delta, self.lse_log2),
-                self.call,
+                (self.delta, self.lse_log2, self.delta_of_lse),
+                self.row_strides,
+                call_of(x, tiles),
                 self._variant(tile),
             ),
             options=launch_options(tile),
         )
 
-    def _dkdv(self) -> Launch:
+    def _dkdv(self, tiles: Tiles) -> Launch:
         x, tile = self.x, self.config.dkdv
         places, descriptors = self._tensors(tile)
         return Launch(
             kernel=triton_bwd.attention_dkdv,
-            grid=(cdiv(x.seqlen_k, tile.block_n), x.kv_heads, x.batch),
+            grid=(tiles.grid[0], x.kv_heads, tiles.grid[1]),
             args=(
                 *places,
                 *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
-                x.lse_strides,
-                self.call,
+                self.row_strides,
+                call_of(x, tiles, "k"),
                 *self.seeds,
                 self._variant(tile),
             ),
             options=launch_options(tile),
         )
 
-    def _dq(self) -> Launch:
+    def _dq(self, tiles: Tiles) -> Launch:
         x, tile = self.x, self.config.dq
         places, descriptors = self._tensors(tile)
         return Launch(
             kernel=triton_bwd.attention_dq,
-            grid=(cdiv(x.seqlen_q, tile.block_m), x.heads, x.batch),
+            grid=(tiles.grid[0], x.heads, tiles.grid[1]),
             args=(
                 *places,
                 *descriptors,
                 (self.delta, self.lse_log2),
                 (self.dq, strides_of(self.dq)),
-                x.lse_strides,
-                self.call,
+                self.row_strides,
+                call_of(x, tiles),
                 *self.seeds,
                 self._variant(tile),
             ),
@@ -278,10 +304,10 @@ class BackwardPlan:
                 *self._tensors(tile)[0],
                 (self.delta, self.lse_log2),
                 (bias, bias.shape[0], bias.shape[1], bias.stride()[:3]),
-                x.lse_strides,
+                self.row_strides,
                 x.batch,
                 x.heads,
-                self.call,
+                call_of(x),
                 *self.seeds,
                 self._variant(tile),
             ),
@@ -295,5 +321,5 @@ class BackwardPlan:
             return None
         share = torch.exp(sinks.float()[:, None] - self.lse)
         share = torch.where(self.lse == float("-inf"), 0.0, share)
-        total = (share * self.delta).sum(-1)
+        total = (share * self.delta_of_lse).sum(-1)
         return -(total if self.x.packed_q else total.sum(0)).to(sinks.dtype)

@@ -24,28 +24,51 @@ import triton.language as tl
 
 from ridgeline.kernels.attention.triton_common import (
     LOG2E,
+    MASK_BLOCK,
+    NOWHERE,
+    before_mod,
+    block_list,
+    block_tile,
     dropout_keep,
     key_spans,
     load_rows,
+    load_tile,
     query_spans,
     score_log2,
     sequence,
     store_rows,
+    stored_keys,
     visible,
 )
 from ridgeline.kernels.attention.triton_fwd import load_keys
+from ridgeline.kernels.attention.triton_tiles import tile_of
+
+ROW_ALIGN: tl.constexpr = tl.constexpr(128)
+"""What the kernels read of rows begins at a multiple of this for each sequence, whole tiles long,
+so that tiles of 128 rows or less need neither masks nor narrow loads."""
 
 
 @triton.jit
-def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
-    """Grid (query tiles, heads, batch): delta and lse_log2 of each row.
+def row_start(c, b, start_q):
+    """Where a sequence's delta and LSE begin, of a head's; start_q is 0 unless packed."""
+    start = start_q
+    if c.cu_q is not None:
+        start = (start_q + b.to(tl.int64) * ROW_ALIGN) // ROW_ALIGN * ROW_ALIGN
+    return tl.multiple_of(start, ROW_ALIGN)
 
-    A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0.
+
+@triton.jit
+def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.constexpr):
+    """Grid (query tiles, heads, batch) or (listed tiles, heads): delta and lse_log2 of each row.
+
+    A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0. rows_x is
+    (delta, lse_log2), at `row_start`, and delta once more beside the LSE (None where not wanted).
     """
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    row_q, start_q, stored, S, _, _, _, _ = sequence(c, b)
-    m0 = tl.program_id(0) * v.block_m
-    if m0 < stored:
+    h = tl.program_id(1).to(tl.int64)
+    tile, b = tile_of(c, False)
+    row_q, start_q, stored, S, _, _, _, _ = sequence(c, tl.maximum(b, 0))
+    m0 = tile * v.block_m
+    if (m0 < stored) & (b >= 0):
         o_ptr, o_strides = o_x
         do_ptr, do_strides = do_x
         o_ptr += row_q * o_strides[0] + start_q * o_strides[1] + h * o_strides[2]
@@ -63,9 +86,17 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, c, v: tl.constexpr):
             where += (start_q + i) * dlse_strides[2]
             delta -= tl.load(dlse_ptr + where, mask=i < S, other=0.0).to(tl.float32)
         empty = lse == float("-inf")
-        delta_ptr, lse_log2_ptr = rows_x
-        tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=i < stored)
-        tl.store(lse_log2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=i < stored)
+        delta = tl.where(empty, 0.0, delta)
+        if rows_x[2] is not None:
+            tl.store(rows_x[2] + at, delta, mask=i < stored)
+        row = row_q * row_strides[0] + h * row_strides[1] + row_start(c, b, start_q)
+        tl.store(rows_x[0] + row + i, delta)
+        tl.store(rows_x[1] + row + i, tl.where(empty, float("inf"), lse * LOG2E))
+        if m0 + v.block_m >= stored:  # the rest of what larger tiles read
+            more = m0 + v.block_m + tl.arange(0, ROW_ALIGN)
+            inside = more < tl.cdiv(stored, ROW_ALIGN) * ROW_ALIGN
+            tl.store(rows_x[0] + row + more, more * 0.0, mask=inside)
+            tl.store(rows_x[1] + row + more, more * 0.0 + float("inf"), mask=inside)
 
 
 @triton.jit
@@ -75,17 +106,15 @@ def load_queries(
     place,
     m,
     S,
-    c,
-    MASKED: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
     v: tl.constexpr,
 ):
-    """A tile of Q or dO; place is (base, row, start, head). See `load_keys`."""
+    """A tile of Q or dO; place is (base, row, start, head)."""
     base, row, start, head = place
-    if v.tma and (not MASKED or v.whole_m):
-        flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + m
-        tile = desc.load([flat, head * x[2][2]])
+    if v.tma:
+        first = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32)
+        tile = load_tile(desc, first, m, S, head * x[2][2], not v.whole_m, v.block_m, COLS)
     else:
         tile = load_rows(base, x[1][1], m, 0, S, v.block_m, DIM, COLS)
     return tile
@@ -105,12 +134,7 @@ def probabilities(s, lse_log2, c, v: tl.constexpr):
 def _dkdv_step(
     grads,
     kv,
-    q_x,
-    do_x,
-    q_desc,
-    do_desc,
-    q_at,
-    do_at,
+    queries,
     rows_x,
     place,
     n0,
@@ -119,31 +143,26 @@ def _dkdv_step(
     c,
     v: tl.constexpr,
 ):
-    """One query tile of `attention_dkdv`. MASKED: 0 no mask, 1 mask, 2 mask by a branch."""
+    """One query tile of `attention_dkdv`. MASKED as in `attention_step`."""
     dk, dv = grads
     k, values = kv
+    q_x, do_x, q_desc, do_desc, q_at, do_at = queries
     b, h, S, T, pad, seed, offset, full_first, full_end = place
     i_m = m + tl.arange(0, v.block_m)
-    q = load_queries(q_x, q_desc, q_at, m, S, c, MASKED == 1, v.head_dim, v.block_d, v)
+    q = load_queries(q_x, q_desc, q_at, m, S, v.head_dim, v.block_d, v)
     delta_ptr, lse_ptr = rows_x
-    if MASKED > 0:
-        lse = tl.load(lse_ptr + i_m, mask=i_m < S, other=float("inf"))
-    else:
-        lse = tl.load(lse_ptr + i_m)
+    lse = tl.load(lse_ptr + i_m)
     qk = tl.dot(k, tl.trans(q), input_precision=v.precision)
     i, j = i_m[None, :], n0 + tl.arange(0, v.block_n)[:, None]
-    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, damp, raw = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[None, :], c, v)
     if MASKED == 1:
-        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+        p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     elif MASKED == 2:
         if (m < full_first) | (m >= full_end):
-            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    do = load_queries(do_x, do_desc, do_at, m, S, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
-    if MASKED > 0:
-        delta = tl.load(delta_ptr + i_m, mask=i_m < S, other=0.0)
-    else:
-        delta = tl.load(delta_ptr + i_m)
+            p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
+    do = load_queries(do_x, do_desc, do_at, m, S, v.head_dim_v, v.block_dv, v)
+    delta = tl.load(delta_ptr + i_m)
     dp = tl.dot(values, tl.trans(do), input_precision=v.precision)
     used = p
     if v.dropout:
@@ -151,7 +170,7 @@ def _dkdv_step(
         used = tl.where(keep, p * c.keep_scale, 0.0)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
     dv = tl.dot(used.to(do.dtype), do, dv, input_precision=v.precision)
-    ds = p * (dp - delta[None, :])
+    ds = before_mod(p * (dp - delta[None, :]), raw, b, h, i, j, c, v)
     if v.softcap:
         ds = ds * damp
     ds = ds.to(q.dtype)
@@ -171,33 +190,33 @@ def attention_dkdv(
     do_desc,
     rows_x,
     grads_x,
-    lse_strides,
+    row_strides,
     c,
     seed: tl.int64,
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (key tiles, kv heads, batch). *_x are (pointer, strides, flat strides).
+    """Grid (key tiles, kv heads, batch) or (listed tiles, kv heads). *_x are (pointer, strides,
+    flat strides).
 
     grads_x is (dk, strides, dv, strides).
     """
     BLOCK_N: tl.constexpr = v.block_n
     BLOCK_D: tl.constexpr = v.block_d
     BLOCK_DV: tl.constexpr = v.block_dv
-    g, b = tl.program_id(1), tl.program_id(2)
-    row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
-    n0 = tl.program_id(0) * v.block_n
-    stored = tl.cast(c.seqlen_k, tl.int32)
-    if c.cu_k is not None:
-        stored = (tl.load(c.cu_k + b + 1).to(tl.int64) - start_k).to(tl.int32)
-    if n0 < stored:
+    g = tl.program_id(1)
+    tile, b = tile_of(c, False)
+    row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
+    _, _, stored = stored_keys(c, tl.maximum(b, 0))
+    n0 = tile * v.block_n
+    if (n0 < stored) & (b >= 0):
         g_64 = g.to(tl.int64)
         k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
         v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
-        k_at = (k_ptr, row_k, start_k, g, k_ptr)
-        v_at = (v_ptr, row_k, start_k, g, v_ptr)
-        k = load_keys(k_x, k_desc, k_at, n0, pad, T, c, True, v.head_dim, v.block_d, v)
-        val = load_keys(v_x, v_desc, v_at, n0, pad, T, c, True, v.head_dim_v, v.block_dv, v)
+        k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr, v_ptr)
+        k = load_keys(k_x, k_desc, k_at, n0, pad, T, c, 1, v.head_dim, v.block_d, v)
+        val = load_keys(v_x, v_desc, v_at, n0, pad, T, c, 1, v.head_dim_v, v.block_dv, v)
         q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1]
         do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1]
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -208,130 +227,66 @@ def attention_dkdv(
             h_64 = h.to(tl.int64)
             q_at = (q_ptr + h_64 * q_x[1][2], row_q, start_q, h)
             do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
-            at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q
+            at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q)
             rows = (rows_x[0] + at, rows_x[1] + at)
             place = (b, h, S, T, pad, seed, offset, full_first, full_end)
-            if v.branch:
+            kv, qs = (k, val), (q_x, do_x, q_desc, do_desc, q_at, do_at)
+            if v.blocks:
+                entries, count = block_list(n0 // MASK_BLOCK, b, h, c)
+                TILES: tl.constexpr = MASK_BLOCK // v.block_m
+                for index in tl.range(0, count * TILES, num_stages=v.num_stages):
+                    m, full = block_tile(entries, index, full_first, v.block_m)
+                    place = (b, h, S, T, pad, seed, offset, full, full_end)
+                    dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 2, c, v)
+            elif v.branch:
+                if v.mods is not None and v.mods.masked:
+                    place = (b, h, S, T, pad, seed, offset, NOWHERE, full_end)
                 for m in tl.range(first, end, v.block_m, num_stages=v.num_stages):
-                    dk, dv = _dkdv_step(
-                        (dk, dv),
-                        (k, val),
-                        q_x,
-                        do_x,
-                        q_desc,
-                        do_desc,
-                        q_at,
-                        do_at,
-                        rows,
-                        place,
-                        n0,
-                        m,
-                        2,
-                        c,
-                        v,
-                    )
+                    dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 2, c, v)
             else:
                 if v.right:
                     for m in tl.range(first, full_first, v.block_m, num_stages=v.num_stages):
-                        dk, dv = _dkdv_step(
-                            (dk, dv),
-                            (k, val),
-                            q_x,
-                            do_x,
-                            q_desc,
-                            do_desc,
-                            q_at,
-                            do_at,
-                            rows,
-                            place,
-                            n0,
-                            m,
-                            1,
-                            c,
-                            v,
-                        )
+                        dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 1, c, v)
                 for m in tl.range(full_first, full_end, v.block_m, num_stages=v.num_stages):
-                    dk, dv = _dkdv_step(
-                        (dk, dv),
-                        (k, val),
-                        q_x,
-                        do_x,
-                        q_desc,
-                        do_desc,
-                        q_at,
-                        do_at,
-                        rows,
-                        place,
-                        n0,
-                        m,
-                        0,
-                        c,
-                        v,
-                    )
-                if v.left or not (v.whole_m and v.whole_n):
+                    dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 0, c, v)
+                if v.left:
                     for m in tl.range(full_end, end, v.block_m, num_stages=v.num_stages):
-                        dk, dv = _dkdv_step(
-                            (dk, dv),
-                            (k, val),
-                            q_x,
-                            do_x,
-                            q_desc,
-                            do_desc,
-                            q_at,
-                            do_at,
-                            rows,
-                            place,
-                            n0,
-                            m,
-                            1,
-                            c,
-                            v,
-                        )
+                        dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 1, c, v)
         dk_ptr, dk_strides, dv_ptr, dv_strides = grads_x
         dk_ptr += row_k * dk_strides[0] + start_k * dk_strides[1] + g_64 * dk_strides[2]
         dv_ptr += row_k * dv_strides[0] + start_k * dv_strides[1] + g_64 * dv_strides[2]
         dk = dk * c.scale
+        if not v.whole_n:
+            j = n0 + tl.arange(0, v.block_n)
+            exists = ((j >= pad) & (j < T))[:, None]
+            dk, dv = tl.where(exists, dk, 0.0), tl.where(exists, dv, 0.0)
         store_rows(dk_ptr, dk_strides[1], n0, stored, dk, v.block_n, v.head_dim, v.block_d)
         store_rows(dv_ptr, dv_strides[1], n0, stored, dv, v.block_n, v.head_dim_v, v.block_dv)
 
 
 @triton.jit
-def _dq_step(
-    dq,
-    q,
-    do,
-    rows,
-    k_x,
-    v_x,
-    k_desc,
-    v_desc,
-    k_at,
-    v_at,
-    place,
-    n,
-    MASKED: tl.constexpr,
-    c,
-    v: tl.constexpr,
-):
-    """One key tile of `attention_dq`."""
+def _dq_step(dq, queries, kv, rows, place, n, MASKED: tl.constexpr, c, v: tl.constexpr):
+    """One key tile of `attention_dq`. MASKED as in `attention_step`."""
+    q, do = queries
+    k_x, v_x, k_desc, v_desc, k_at, v_at = kv
     b, h, S, T, pad, seed, offset, full_first, full_end = place
     i_m, lse, delta = rows
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
-    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
-    s, damp = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, damp, raw = score_log2(qk, i, j, S, T, b, h, c, v)
     p = probabilities(s, lse[:, None], c, v)
     if MASKED == 1:
-        p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
+        p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
-            p = tl.where(visible(i, j, S, T, pad, c, v), p, 0.0)
-    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+            p = tl.where(visible(i, j, S, T, pad, b, h, c, v), p, 0.0)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED, v.head_dim_v, v.block_dv, v)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seed, offset, c)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
-    ds = p * (dp - delta[:, None])
+    ds = before_mod(p * (dp - delta[:, None]), raw, b, h, i, j, c, v)
     if v.softcap:
         ds = ds * damp
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=v.precision)
@@ -349,62 +304,62 @@ def attention_dq(
     do_desc,
     rows_x,
     dq_x,
-    lse_strides,
+    row_strides,
     c,
     seed: tl.int64,
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch). *_x are (pointer, strides, flat strides)."""
+    """Grid (query tiles, heads, batch) or (listed tiles, heads). *_x are (pointer, strides, flat
+    strides).
+    """
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_D: tl.constexpr = v.block_d
-    h, b = tl.program_id(1), tl.program_id(2)
-    row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, b)
-    tile = tl.program_id(0)
-    if v.right:
-        tile = tl.num_programs(0) - 1 - tile
+    h = tl.program_id(1)
+    tile, b = tile_of(c, v.right)
+    row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
-    if m0 < stored:
+    if (m0 < stored) & (b >= 0):
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
         q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
         do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
         q_at = (q_ptr, row_q, start_q, h)
         do_at = (do_ptr, row_q, start_q, h)
-        q = load_queries(q_x, q_desc, q_at, m0, S, c, True, v.head_dim, v.block_d, v)
-        do = load_queries(do_x, do_desc, do_at, m0, S, c, True, v.head_dim_v, v.block_dv, v)
+        q = load_queries(q_x, q_desc, q_at, m0, S, v.head_dim, v.block_d, v)
+        do = load_queries(do_x, do_desc, do_at, m0, S, v.head_dim_v, v.block_dv, v)
         k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
         v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
-        k_at = (k_ptr, row_k, start_k, g, k_ptr)
-        v_at = (v_ptr, row_k, start_k, g, v_ptr)
+        k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
+        v_at = (v_ptr, row_k, start_k, g, v_ptr, v_ptr)
         i_m = m0 + tl.arange(0, v.block_m)
-        at = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
-        delta = tl.load(rows_x[0] + at, mask=i_m < S, other=0.0)
-        lse = tl.load(rows_x[1] + at, mask=i_m < S, other=float("inf"))
+        at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
+        delta, lse = tl.load(rows_x[0] + at), tl.load(rows_x[1] + at)
         rows = (i_m, lse, delta)
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
         place = (b, h, S, T, pad, seed, offset, full_first, full_end)
-        if v.branch:
+        qs, kv = (q, do), (k_x, v_x, k_desc, v_desc, k_at, v_at)
+        if v.blocks:
+            entries, count = block_list(m0 // MASK_BLOCK, b, h, c)
+            for index in tl.range(0, count * (MASK_BLOCK // v.block_n), num_stages=v.num_stages):
+                n, full = block_tile(entries, index, full_first, v.block_n)
+                place = (b, h, S, T, pad, seed, offset, full, full_end)
+                dq = _dq_step(dq, qs, kv, rows, place, n, 2, c, v)
+        elif v.branch:
+            if v.mods is not None and v.mods.masked:
+                place = (b, h, S, T, pad, seed, offset, NOWHERE, full_end)
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(
-                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 2, c, v
-                )
+                dq = _dq_step(dq, qs, kv, rows, place, n, 2, c, v)
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(
-                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
-                    )
+                    dq = _dq_step(dq, qs, kv, rows, place, n, 1, c, v)
             for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
-                dq = _dq_step(
-                    dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 0, c, v
-                )
+                dq = _dq_step(dq, qs, kv, rows, place, n, 0, c, v)
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    dq = _dq_step(
-                        dq, q, do, rows, k_x, v_x, k_desc, v_desc, k_at, v_at, place, n, 1, c, v
-                    )
+                    dq = _dq_step(dq, qs, kv, rows, place, n, 1, c, v)
         dq_ptr, dq_strides = dq_x
         dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
         dq = dq * c.scale
@@ -412,7 +367,7 @@ def attention_dq(
 
 
 @triton.jit
-def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.constexpr):
+def _bias_tile(q_x, k_x, v_x, do_x, rows_x, row_strides, at, c, seeds, v: tl.constexpr):
     """dS of one tile of one head; at is (batch, head, m0, n0)."""
     b, h, m0, n0 = at
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
@@ -427,18 +382,18 @@ def _bias_tile(q_x, k_x, v_x, do_x, rows_x, lse_strides, at, c, seeds, v: tl.con
     do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
     values = load_rows(v_ptr, v_x[1][1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
     i_m = m0 + tl.arange(0, v.block_m)
-    row = row_q * lse_strides[0] + h_64 * lse_strides[1] + start_q + i_m
+    row = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
     delta = tl.load(rows_x[0] + row, mask=i_m < S, other=0.0)
     lse = tl.load(rows_x[1] + row, mask=i_m < S, other=float("inf"))
     i, j = i_m[:, None], n0 + tl.arange(0, v.block_n)[None, :]
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
-    s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
-    p = tl.where(visible(i, j, S, T, pad, c, v), probabilities(s, lse[:, None], c, v), 0.0)
+    s, _, raw = score_log2(qk, i, j, S, T, b, h, c, v)
+    p = tl.where(visible(i, j, S, T, pad, b, h, c, v), probabilities(s, lse[:, None], c, v), 0.0)
     dp = tl.dot(do, tl.trans(values), input_precision=v.precision)
     if v.dropout:
         keep = dropout_keep(i, j, b, h, seeds[0], seeds[1], c)
         dp = tl.where(keep, dp * c.keep_scale, 0.0)
-    return p * (dp - delta[:, None])
+    return before_mod(p * (dp - delta[:, None]), raw, b, h, i, j, c, v)
 
 
 @triton.jit(do_not_specialize=["seed", "offset"])
@@ -449,7 +404,7 @@ def attention_dbias(
     do_x,
     rows_x,
     dbias_x,
-    lse_strides,
+    row_strides,
     batch,
     heads,
     c,
@@ -471,7 +426,7 @@ def attention_dbias(
     for member in range(num_b * num_h):
         b, h = bias_b + member // num_h, bias_h + member % num_h
         total += _bias_tile(
-            q_x, k_x, v_x, do_x, rows_x, lse_strides, (b, h, m0, n0), c, (seed, offset), v
+            q_x, k_x, v_x, do_x, rows_x, row_strides, (b, h, m0, n0), c, (seed, offset), v
         )
     i = m0 + tl.arange(0, v.block_m)[:, None]
     j = n0 + tl.arange(0, v.block_n)[None, :]

@@ -19,12 +19,19 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MASK_BLOCK: tl.constexpr = tl.constexpr(128)
+"""mods.BLOCK"""
+NOWHERE: tl.constexpr = tl.constexpr(2**30)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+RAGGED_ROWS: tl.constexpr = tl.constexpr(2**30)
+"""Rows that a ragged descriptor claims to have."""
 
 
 class Call(NamedTuple):
     """Runtime arguments of every kernel; a pointer that is None is an option that is off."""
 
+    tiles: Any
+    """int32 pairs (sequence, tile) of packed sequences (triton_tiles.py); None: by the grid."""
     cu_q: Any
     cu_k: Any
     used_q: Any
@@ -35,11 +42,21 @@ class Call(NamedTuple):
     slopes: Any
     sinks: Any
     bias: Any
-    page_size: int
     stride_pages: int
     stride_slopes_b: int
     bias_strides: tuple[int, int, int]
     """batch, head, query; the key stride is 1."""
+    aux: Any
+    """Tensors that the mods index: (pointer, sizes) each (triton_mods.py)."""
+    block_entries: Any
+    """The blocks that a block mask leaves to a block of the program's side (mods.py)."""
+    block_counts: Any
+    block_strides: tuple[int, int, int]
+    """Batch and head, in counts; the entries of a block."""
+    batch: int
+    rows_q: int
+    """Stored rows of a packed tensor."""
+    rows_k: int
     seqlen_q: int
     seqlen_k: int
     left: int
@@ -75,6 +92,14 @@ class Variant:
     block_dv: int
     num_stages: int
     tma: bool
+    ragged: bool = False
+    """Descriptors of tiles that may reach beyond their sequence end with it (`load_tile`)."""
+    page_size: int = 0
+    """Tokens of a page, 0: contiguous."""
+    page_shift: int = 0
+    """log2 of it."""
+    same_rows: bool = False
+    """Keys and values lie at the same offsets from their bases."""
     branch: bool = False
     """One loop with a uniform branch for the mask, in place of masked and unmasked loops."""
     whole_m: bool = False
@@ -83,34 +108,56 @@ class Variant:
     """Every tile of keys lies inside its sequence."""
     direct: bool = False
     """Decode: one split, which writes the results."""
+    mods: Any = None
+    """A user's functions (triton_mods.ModCode), None without."""
+    blocks: bool = False
+    """Only the blocks of a block mask are visited."""
 
 
 @triton.jit
 def sequence(c, b):
-    """Where sequence b lies: row of q, start, stored and used length; row of k, start, T, pad."""
+    """Where sequence b lies: row of q, start, stored and used length; row of k, start, T, pad.
+
+    b = c.batch is what lies behind the last packed sequence: rows, none of them used.
+    """
+    inside = b < c.batch
     row_q, start_q = b.to(tl.int64), tl.cast(0, tl.int64)
     S = tl.cast(c.seqlen_q, tl.int32)
+    stored = S
     if c.cu_q is not None:
         row_q = row_q * 0
         start_q = tl.load(c.cu_q + b).to(tl.int64)
-        S = (tl.load(c.cu_q + b + 1).to(tl.int64) - start_q).to(tl.int32)
-    stored = S
+        end_q = tl.load(c.cu_q + b + 1, mask=inside, other=c.rows_q).to(tl.int64)
+        stored = (end_q - start_q).to(tl.int32)
+        S = tl.where(inside, stored, 0)
     if c.used_q is not None:
-        S = tl.load(c.used_q + b).to(tl.int32)
-    row_k, start_k = b.to(tl.int64), tl.cast(0, tl.int64)
-    if c.kv_rows is not None:
-        row_k = tl.load(c.kv_rows + b).to(tl.int64)
+        S = tl.load(c.used_q + b, mask=inside, other=0).to(tl.int32)
+    row_k, start_k, _ = stored_keys(c, b)
     T = tl.cast(c.seqlen_k, tl.int32)
+    if c.cu_k is not None:
+        T = (tl.load(c.cu_k + b + 1, mask=inside, other=0).to(tl.int64) - start_k).to(tl.int32)
+        T = tl.where(inside, T, 0)
+    if c.used_k is not None:
+        T = tl.load(c.used_k + b, mask=inside, other=0).to(tl.int32)
+    pad = tl.cast(0, tl.int32)
+    if c.pad_k is not None:
+        pad = tl.minimum(tl.load(c.pad_k + b, mask=inside, other=0).to(tl.int32), T)
+    return row_q, start_q, stored, S, row_k, start_k, T, pad
+
+
+@triton.jit
+def stored_keys(c, b):
+    """Where the keys of sequence b lie: row of k, start, stored length."""
+    row_k, start_k = b.to(tl.int64), tl.cast(0, tl.int64)
+    stored = tl.cast(c.seqlen_k, tl.int32)
+    if c.kv_rows is not None:
+        row_k = tl.load(c.kv_rows + b, mask=b < c.batch, other=0).to(tl.int64)
     if c.cu_k is not None:
         row_k = row_k * 0
         start_k = tl.load(c.cu_k + b).to(tl.int64)
-        T = (tl.load(c.cu_k + b + 1).to(tl.int64) - start_k).to(tl.int32)
-    if c.used_k is not None:
-        T = tl.load(c.used_k + b).to(tl.int32)
-    pad = tl.cast(0, tl.int32)
-    if c.pad_k is not None:
-        pad = tl.minimum(tl.load(c.pad_k + b).to(tl.int32), T)
-    return row_q, start_q, stored, S, row_k, start_k, T, pad
+        end_k = tl.load(c.cu_k + b + 1, mask=b < c.batch, other=c.rows_k).to(tl.int64)
+        stored = (end_k - start_k).to(tl.int32)
+    return row_k, start_k, stored
 
 
 @triton.jit
@@ -143,25 +190,44 @@ def key_spans(m, S, T, pad, c, v: tl.constexpr):
 
 @triton.jit
 def query_spans(n, S, T, pad, c, v: tl.constexpr):
-    """`spans` over the queries of the keys [n, n + block_n)."""
+    """`spans` over the queries of the keys [n, n + block_n).
+
+    What does not exist needs no mask: keys are loaded as zeros and their rows not stored, queries
+    have an infinite log-sum-exp.
+    """
     last = tl.minimum(n + v.block_n, T) - 1
-    low, full_low, high, full_high = tl.cast(0, tl.int32), tl.cast(0, tl.int32), S, S
+    ceiling = (S + v.block_m - 1) // v.block_m * v.block_m
+    low, full_low, high, full_high = tl.cast(0, tl.int32), tl.cast(0, tl.int32), S, ceiling
     if v.right:
         low = tl.maximum(low, n - (T - S) - c.right)
         full_low = tl.maximum(full_low, last - (T - S) - c.right)
     if v.left:
         high = tl.minimum(high, last - (T - S) + c.left + 1)
         full_high = tl.minimum(full_high, n - (T - S) + c.left + 1)
-    if c.pad_k is not None:
-        high = tl.where(n + v.block_n > pad, high, 0)
-        full_high = tl.where(n >= pad, full_high, 0)
-    full_high = tl.where(n + v.block_n <= T, full_high, 0)
-    high = tl.where(n < T, high, 0)
+    exists = (n < T) & (n + v.block_n > pad)
+    high, full_high = tl.where(exists, high, 0), tl.where(exists, full_high, 0)
     return spans(low, high, full_low, full_high, v.block_m)
 
 
 @triton.jit
-def visible(i, j, S, T, pad, c, v: tl.constexpr):
+def block_list(own, b, h, c):
+    """(entries, how many) that the block mask leaves to block `own` of the program's side."""
+    at = b.to(tl.int64) * c.block_strides[0] + h * c.block_strides[1] + own
+    return c.block_entries + at * c.block_strides[2], tl.load(c.block_counts + at)
+
+
+@triton.jit
+def block_tile(entries, index, full_first, BLOCK: tl.constexpr):
+    """(start of the index-th tile of the listed blocks, full_first: nowhere if partly hidden)."""
+    TILES: tl.constexpr = MASK_BLOCK // BLOCK
+    index += tl.cast(0, tl.int32)
+    entry = tl.load(entries + index // TILES)
+    start = (entry >> 1) * MASK_BLOCK + index % TILES * BLOCK
+    return start, tl.where((entry & 1) == 1, full_first, NOWHERE)
+
+
+@triton.jit
+def visible(i, j, S, T, pad, b, h, c, v: tl.constexpr):
     """Whether key j exists and query i sees it (whether i exists is not asked)."""
     ok = (j < T) & (i >= 0)
     if c.pad_k is not None:
@@ -170,6 +236,9 @@ def visible(i, j, S, T, pad, c, v: tl.constexpr):
         ok &= j - i <= T - S + c.right
     if v.left:
         ok &= j - i >= T - S - c.left
+    if v.mods is not None:
+        if v.mods.masked:
+            ok &= v.mods.functions.mask(b, h, i, j, c.aux)
     return ok
 
 
@@ -183,11 +252,13 @@ def tanh(x):
 
 @triton.jit
 def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
-    """(score in log2 units, derivative of the soft cap); with v.fold the product, not yet scaled.
+    """(score in log2 units, derivative of the soft cap, the score before a user's score_mod).
 
-    h is a scalar, or [rows, 1] where rows of several heads are packed.
+    With v.fold the score is the product, not yet scaled. h is a scalar, or [rows, 1] where rows of
+    several heads are packed.
     """
     damp = 1.0
+    raw = qk
     if v.fold:
         s = qk
     else:
@@ -204,8 +275,22 @@ def score_log2(qk, i, j, S, T, b, h, c, v: tl.constexpr):
         if c.slopes is not None:
             slope = tl.load(c.slopes + b * c.stride_slopes_b + h)
             s -= slope * tl.abs(i + T - S - j).to(tl.float32)
+        raw = s
+        if v.mods is not None:
+            if v.mods.scored:
+                s = v.mods.functions.score(s, b, h, i, j, c.aux)
         s = s * LOG2E
-    return s, damp
+    return s, damp, raw
+
+
+@triton.jit
+def before_mod(ds, raw, b, h, i, j, c, v: tl.constexpr):
+    """Gradient of the score before score_mod, from that after it (0 where P is)."""
+    if v.mods is not None:
+        if v.mods.scored:
+            grad = v.mods.functions.grad(raw, b, h, i, j, ds, c.aux)
+            ds = tl.where(ds == 0.0, 0.0, grad)
+    return ds
 
 
 @triton.jit
@@ -228,6 +313,32 @@ def dropout_keep(i, j, b, h, seed, offset, c):
 
 
 @triton.jit
+def load_tile(
+    desc,
+    first,
+    n,
+    length,
+    col,
+    RAGGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Rows [n, n + ROWS) of a sequence whose first row is `first` in the descriptor's matrix.
+
+    RAGGED: zero from `length` on, by the bounds check of the copy engine. The descriptor's row
+    dimension then ends where the sequence does: row n is asked for as the one that lies
+    length - n before its end, and two dimensions of extent 1 in the tile move the address back
+    (their strides make it wrap around 2^64).
+    """
+    if RAGGED:
+        at = [RAGGED_ROWS, first + length, RAGGED_ROWS - length + n, col]
+        tile = tl.reshape(desc.load(at), (ROWS, COLS))
+    else:
+        tile = desc.load([first + n, col])
+    return tile
+
+
+@triton.jit
 def load_rows(
     base, stride, start, low, high, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
 ):
@@ -241,27 +352,41 @@ def load_rows(
 
 
 @triton.jit
+def paged_rows(x, pages, start, low, high, MASKED: tl.constexpr, v: tl.constexpr):
+    """Offsets of the keys [start, start + block_n) of a sequence from its head in the pages."""
+    j = start + tl.arange(0, v.block_n)
+    if MASKED:
+        page = tl.load(pages + (j >> v.page_shift), mask=(j >= low) & (j < high), other=0)
+    else:
+        page = tl.load(pages + (j >> v.page_shift))
+    return page.to(tl.int64) * x[1][0] + (j & (v.page_size - 1)) * x[1][1]
+
+
+@triton.jit
 def load_paged_rows(
     base,
-    strides,
-    pages,
-    page_size,
+    rows,
     start,
     low,
     high,
+    MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Like `load_rows` over the pages of a sequence; strides are (page, slot, head)."""
-    j, cols = start + tl.arange(0, ROWS), tl.arange(0, COLS)
-    exists = (j >= low) & (j < high)
-    page = tl.load(pages + j // page_size, mask=exists, other=0).to(tl.int64)
-    rows = page * strides[0] + (j % page_size) * strides[1]
-    mask = exists[:, None]
-    if DIM != COLS:
-        mask &= (cols < DIM)[None, :]
-    return tl.load(base + rows[:, None] + cols[None, :], mask=mask, other=0.0)
+    """Like `load_rows` at the offsets of `paged_rows`; without MASKED every key exists."""
+    cols = tl.arange(0, COLS)
+    ptrs = base + rows[:, None] + cols[None, :]
+    j = start + tl.arange(0, ROWS)
+    if MASKED and DIM != COLS:
+        tile = tl.load(ptrs, ((j >= low) & (j < high))[:, None] & (cols < DIM)[None, :], 0.0)
+    elif MASKED:
+        tile = tl.load(ptrs, ((j >= low) & (j < high))[:, None], 0.0)
+    elif DIM != COLS:
+        tile = tl.load(ptrs, (cols < DIM)[None, :], 0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
 
 
 @triton.jit

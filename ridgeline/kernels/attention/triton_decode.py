@@ -80,19 +80,14 @@ def attention_split(
             total += tl.where(split == 0, 1.0, 0.0)
         at = (b, h_m[:, None], S, T, pad, b.to(tl.int64), b.to(tl.int64))
         span = (i_m, full_first, full_end)
+        kv = (k_x, v_x, k_desc, v_desc, k_at, v_at)
         if v.left or c.pad_k is not None:
             for n in tl.range(begin, full_first, v.block_n, num_stages=v.num_stages):
-                acc, total, m = attention_step(
-                    (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 1, c, v
-                )
+                acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 1, c, v)
         for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
-            acc, total, m = attention_step(
-                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 0, c, v
-            )
+            acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 0, c, v)
         for n in tl.range(full_end, stop, v.block_n, num_stages=1):
-            acc, total, m = attention_step(
-                (acc, total, m), q, k_x, v_x, k_desc, v_desc, k_at, v_at, at, span, n, 1, c, v
-            )
+            acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 1, c, v)
         empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
         total = tl.where(empty, 1.0, total)
         lse = tl.where(empty, float("-inf"), m + tl.log2(total))

@@ -20,15 +20,22 @@ import triton.language as tl
 from ridgeline.kernels.attention.triton_common import (
     LN2,
     LOG2E,
+    MASK_BLOCK,
+    NOWHERE,
+    block_list,
+    block_tile,
     dropout_keep,
     key_spans,
     load_paged_rows,
     load_rows,
+    load_tile,
+    paged_rows,
     score_log2,
     sequence,
     store_rows,
     visible,
 )
+from ridgeline.kernels.attention.triton_tiles import tile_of
 
 
 @triton.jit
@@ -46,20 +53,22 @@ def load_keys(
     v: tl.constexpr,
 ):
     """A tile of K or V. x is (pointer, strides, flat strides), place (base, row, start,
-    head, pages).
+    head, pages, offsets of paged rows).
 
-    A tile that may reach beyond its sequence comes by masked loads: what lies there could be NaN.
-    Paged tiles come by TMA where a tile never leaves its page.
+    MASKED 1 is a tile that may reach beyond its sequence: what lies there could be NaN and comes as
+    zero. Paged tiles come by TMA where a tile never leaves its page.
     """
-    base, row, start, head, pages = place
-    if c.pages is not None and v.tma and not MASKED:
-        page = tl.load(pages + n // c.page_size)
-        tile = desc.load([page * x[2][0] + head * x[2][1] + n % c.page_size, head * x[2][2]])
-    elif c.pages is not None:
-        tile = load_paged_rows(base, x[1], pages, c.page_size, n, pad, T, v.block_n, DIM, COLS)
-    elif v.tma and (not MASKED or v.whole_n):
-        flat = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32) + n
-        tile = desc.load([flat, head * x[2][2]])
+    base, row, start, head, pages, paged = place
+    if v.page_size and v.tma and MASKED != 1:
+        page = tl.load(pages + (n >> v.page_shift))
+        slot = n & (v.page_size - 1)
+        tile = desc.load([page * x[2][0] + head * x[2][1] + slot, head * x[2][2]])
+    elif v.page_size:
+        tile = load_paged_rows(base, paged, n, pad, T, MASKED > 0, v.block_n, DIM, COLS)
+    elif v.tma and (MASKED != 1 or v.whole_n or v.ragged):
+        first = row.to(tl.int32) * x[2][0] + head * x[2][1] + start.to(tl.int32)
+        RAGGED: tl.constexpr = v.ragged and not v.whole_n
+        tile = load_tile(desc, first, n, T, head * x[2][2], RAGGED, v.block_n, COLS)
     else:
         tile = load_rows(base, x[1][1], n, pad, T, v.block_n, DIM, COLS)
     return tile
@@ -86,12 +95,7 @@ def online_softmax(s, m, SAFE: tl.constexpr, c, v: tl.constexpr):
 def attention_step(
     state,
     q,
-    k_x,
-    v_x,
-    k_desc,
-    v_desc,
-    k_at,
-    v_at,
+    kv,
     place,
     rows,
     n,
@@ -101,22 +105,32 @@ def attention_step(
 ):
     """One key tile. MASKED: 0 no mask, 1 mask, 2 mask by a branch where the tile needs it."""
     acc, total, m = state
+    k_x, v_x, k_desc, v_desc, k_at, v_at = kv
     b, h, S, T, pad, seed, offset = place
     i_m, full_first, full_end = rows
-    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED == 1, v.head_dim, v.block_d, v)
+    k_rows, v_rows = k_at[4], v_at[4]
+    if v.page_size and not (v.tma and MASKED != 1):
+        k_rows = paged_rows(k_x, k_at[4], n, pad, T, MASKED > 0, v)
+        v_rows = k_rows
+        if not v.same_rows:
+            v_rows = paged_rows(v_x, v_at[4], n, pad, T, MASKED > 0, v)
+    k_at = (k_at[0], k_at[1], k_at[2], k_at[3], k_at[4], k_rows)
+    v_at = (v_at[0], v_at[1], v_at[2], v_at[3], v_at[4], v_rows)
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
-    s, _ = score_log2(qk, i, j, S, T, b, h, c, v)
+    s, _, _ = score_log2(qk, i, j, S, T, b, h, c, v)
     if MASKED == 1:
-        s = tl.where(visible(i, j, S, T, pad, c, v), s, float("-inf"))
+        s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
     elif MASKED == 2:
         if (n < full_first) | (n >= full_end):
-            s = tl.where(visible(i, j, S, T, pad, c, v), s, float("-inf"))
-    p, m, rescale = online_softmax(s, m, MASKED > 0 or c.bias is not None, c, v)
+            s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
+    SAFE: tl.constexpr = MASKED > 0 or c.bias is not None or v.mods is not None
+    p, m, rescale = online_softmax(s, m, SAFE, c, v)
     total = total * rescale + tl.sum(p, 1)
     if v.dropout:
         p = tl.where(dropout_keep(i, j, b, h, seed, offset, c), p, 0.0)
-    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED == 1, v.head_dim_v, v.block_dv, v)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED, v.head_dim_v, v.block_dv, v)
     acc = acc * rescale[:, None]
     acc = tl.dot(p.to(values.dtype), values, acc, input_precision=v.precision)
     return acc, total, m
@@ -137,24 +151,24 @@ def attention_fwd(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch); *_x are (pointer, strides, flat strides).
+    """Grid (query tiles, heads, batch), or (listed tiles, heads); *_x are (pointer, strides, flat
+    strides).
 
     Writes out and lse_ln of every stored row; rows beyond the used length give 0 and -inf.
     """
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_DV: tl.constexpr = v.block_dv
-    h, b = tl.program_id(1), tl.program_id(2)
-    row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, b)
-    tile = tl.program_id(0)
-    if v.right:
-        tile = tl.num_programs(0) - 1 - tile  # longest first: the last wave is short ones
+    h = tl.program_id(1)
+    tile, b = tile_of(c, v.right)
+    row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
-    if m0 < stored:
+    if (m0 < stored) & (b >= 0):
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-        if v.tma and v.whole_m:
-            flat = row_q.to(tl.int32) * q_x[2][0] + h * q_x[2][1] + m0
-            q = q_desc.load([flat, h * q_x[2][2]])
+        if v.tma:
+            at = row_q.to(tl.int32) * q_x[2][0] + h * q_x[2][1] + start_q.to(tl.int32)
+            RAGGED: tl.constexpr = not v.whole_m
+            q = load_tile(q_desc, at, m0, S, h * q_x[2][2], RAGGED, v.block_m, v.block_d)
         else:
             base = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
             q = load_rows(base, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
@@ -179,83 +193,27 @@ def attention_fwd(
         first, full_first, full_end, end = key_spans(m0, S, T, pad, c, v)
         place = (b, h, S, T, pad, seed, offset)
         rows = (i_m, full_first, full_end)
-        if v.branch:
+        kv = (k_x, v_x, k_desc, v_desc, k_at, v_at)
+        if v.blocks:
+            entries, count = block_list(m0 // MASK_BLOCK, b, h, c)
+            for index in tl.range(0, count * (MASK_BLOCK // v.block_n), num_stages=v.num_stages):
+                n, full = block_tile(entries, index, full_first, v.block_n)
+                rows = (i_m, full, full_end)
+                acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 2, c, v)
+        elif v.branch:
+            if v.mods is not None and v.mods.masked:
+                rows = (i_m, NOWHERE, full_end)
             for n in tl.range(first, end, v.block_n, num_stages=v.num_stages):
-                acc, total, m = attention_step(
-                    (acc, total, m),
-                    q,
-                    k_x,
-                    v_x,
-                    k_desc,
-                    v_desc,
-                    k_at,
-                    v_at,
-                    place,
-                    rows,
-                    n,
-                    2,
-                    c,
-                    v,
-                )
+                acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 2, c, v)
         else:
             if v.left or c.pad_k is not None:
                 for n in tl.range(first, full_first, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = attention_step(
-                        (acc, total, m),
-                        q,
-                        k_x,
-                        v_x,
-                        k_desc,
-                        v_desc,
-                        k_at,
-                        v_at,
-                        place,
-                        rows,
-                        n,
-                        1,
-                        c,
-                        v,
-                    )
-            for n in tl.range(
-                full_first,
-                full_end,
-                v.block_n,
-                num_stages=v.num_stages,
-            ):
-                acc, total, m = attention_step(
-                    (acc, total, m),
-                    q,
-                    k_x,
-                    v_x,
-                    k_desc,
-                    v_desc,
-                    k_at,
-                    v_at,
-                    place,
-                    rows,
-                    n,
-                    0,
-                    c,
-                    v,
-                )
+                    acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 1, c, v)
+            for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
+                acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 0, c, v)
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
-                    acc, total, m = attention_step(
-                        (acc, total, m),
-                        q,
-                        k_x,
-                        v_x,
-                        k_desc,
-                        v_desc,
-                        k_at,
-                        v_at,
-                        place,
-                        rows,
-                        n,
-                        1,
-                        c,
-                        v,
-                    )
+                    acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 1, c, v)
 
         empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))

@@ -22,13 +22,19 @@ from ridgeline.core import env
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.kernels.attention.config import TileConfig, block_dims, next_power_of_2
+from ridgeline.kernels.attention.mods import BLOCK as MASK_BLOCK
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions, AttentionProblem
 from ridgeline.kernels.attention.rng import threshold
 from ridgeline.kernels.attention.triton_common import Call, Variant
+from ridgeline.kernels.attention.triton_mods import ModCode, code_of
+from ridgeline.kernels.attention.triton_tiles import list_tiles
 
 LOG2E = 1.4426950408889634
 _LARGEST_ROW_STRIDE = 2**22
 """Elements; offsets inside a tile are 32-bit."""
+_ROW_ALIGN = 128
+"""triton_bwd.ROW_ALIGN"""
+_RAGGED_ROWS, _LARGEST_EXTENT = 2**30, 2**31 - 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +110,35 @@ def flat_strides(x: torch.Tensor) -> tuple[int, int, int] | None:
     return None if head * (x.shape[2] - 1) + dim > row else (batch // row, 0, head)
 
 
-def tile_descriptor(x: torch.Tensor, flat: tuple[int, int, int], rows: int) -> TensorDescriptor:
-    """A descriptor of `rows` rows of one head, in the matrix of `flat_strides`."""
-    num = (x.shape[0] - 1) * flat[0] + (x.shape[2] - 1) * flat[1] + x.shape[1]
+def tile_descriptor(
+    x: torch.Tensor, flat: tuple[int, int, int], rows: int, ragged: bool
+) -> TensorDescriptor:
+    """A descriptor of `rows` rows of one head, in the matrix of `flat_strides`.
+
+    Ragged: two dimensions in front whose strides take an address back, so that the row dimension
+    can end where a sequence does (`load_tile`). Source: the idea is triton.tools.ragged_tma's.
+    """
+    row = x.stride(1)
     cols = (x.shape[2] - 1) * flat[2] + x.shape[3]
-    return TensorDescriptor(x, [num, cols], [x.stride(1), 1], [rows, x.shape[3]])
+    if ragged:
+        shape = [_LARGEST_EXTENT, _LARGEST_EXTENT, _RAGGED_ROWS, cols]
+        strides = [2**34 - row, row, row, 1]
+        return TensorDescriptor(x, shape, strides, [1, 1, rows, x.shape[3]])
+    num = (x.shape[0] - 1) * flat[0] + (x.shape[2] - 1) * flat[1] + x.shape[1]
+    return TensorDescriptor(x, [num, cols], [row, 1], [rows, x.shape[3]])
 
 
-def tensor_args(tensors: Iterable[tuple[torch.Tensor, int]], tma: bool) -> tuple[list, list]:
-    """([(tensor, strides, flat strides)...], [descriptor or None...]) of (tensor, tile rows) pairs.
+def tensor_args(tensors: Iterable[tuple[torch.Tensor, int, bool]], tma: bool) -> tuple[list, list]:
+    """([(tensor, strides, flat strides)...], [descriptor or None...]) of (tensor, tile rows,
+    ragged) triples.
 
     Descriptors are arguments of their own: Triton 3.6 does not launch those that lie in a tuple.
     """
     places, descriptors = [], []
-    for x, rows in tensors:
+    for x, rows, ragged in tensors:
         flat = flat_strides(x) if tma else None
         places.append((x, strides_of(x), flat or (0, 0, 0)))
-        descriptors.append(tile_descriptor(x, flat, rows) if flat else None)
+        descriptors.append(tile_descriptor(x, flat, rows, ragged) if flat else None)
     return places, descriptors
 
 
@@ -138,6 +156,8 @@ class Inputs:
     seqlen_k: int
     packed_q: bool
     paged: bool
+    mods: tuple[ModCode, tuple[Any, ...] | None] | None = None
+    """A user's functions, compiled, and the tensors that they index."""
 
     @property
     def heads(self) -> int:
@@ -154,6 +174,12 @@ class Inputs:
         return all(t is None for t in (x.cu_seqlens_k, x.seqused_k, x.leftpad_k, x.page_ids_BU))
 
     @property
+    def descriptors(self) -> bool:
+        """Whether tensor descriptors can load any tile: pages are gathered, and nothing but a mask
+        hides the NaN that left padding may hold."""
+        return not self.paged and self.extras.leftpad_k is None
+
+    @property
     def whole_queries(self) -> bool:
         return self.extras.cu_seqlens_q is None and self.extras.seqused_q is None
 
@@ -162,6 +188,14 @@ class Inputs:
         """Batch and head stride of an LSE-shaped tensor ([B, H, S] or [H, P])."""
         rows = self.q.shape[1]
         return (0, rows) if self.packed_q else (self.heads * rows, rows)
+
+    @property
+    def aligned_rows(self) -> tuple[int, ...]:
+        """Shape of what backward keeps of rows: each sequence's begin at a multiple of 128."""
+        rows = cdiv(self.q.shape[1], _ROW_ALIGN) * _ROW_ALIGN
+        if self.packed_q:
+            return (self.heads, rows + (self.batch + 1) * _ROW_ALIGN)
+        return (self.q.shape[0], self.heads, rows)
 
     @property
     def right(self) -> int | None:
@@ -193,6 +227,7 @@ def inputs_of(q, k, v, options: AttentionOptions, extras: AttentionExtras) -> In
         seqlen_k=seqlen_k,
         packed_q=packed_q,
         paged=paged,
+        mods=None if extras.mods is None else code_of(extras.mods, q.device),
     )
 
 
@@ -216,6 +251,7 @@ def problem_of(x: Inputs, direction: str) -> AttentionProblem:
         alibi=extras.alibi_slopes is not None,
         sinks=extras.sinks_H is not None,
         bias=extras.bias is not None,
+        mods=extras.mods is not None,
         varlen=x.packed_q,
         seqused=extras.seqused_k is not None,
         page_size=x.k.shape[1] if x.paged else None,
@@ -224,8 +260,40 @@ def problem_of(x: Inputs, direction: str) -> AttentionProblem:
     )
 
 
-def call_of(x: Inputs) -> Call:
-    """The runtime arguments of a call."""
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one side of a call: how many programs, and the list of packed ones."""
+
+    grid: tuple[int, int]
+    """Tiles (at most) and batch: the first and the last size of a grid."""
+    entries: torch.Tensor | None
+    made_by: tuple[Launch, ...]
+
+
+def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
+    """The tiles of `block` rows of side q or k; packed ones are listed longest first."""
+    seqlen = x.seqlen_q if side == "q" else x.seqlen_k
+    if not x.packed_q:
+        return Tiles((cdiv(seqlen, block), x.batch), None, ())
+    q, k = x.extras.cu_seqlens_q, x.extras.cu_seqlens_k
+    own, other = (q, k) if side == "q" else (k, q)
+    other = own if other is None else other  # paged keys: their lengths order nothing
+    rows = (x.q if side == "q" else x.k).shape[1]
+    capacity = cdiv(rows, block) + x.batch
+    entries = torch.empty((capacity, 2), device=x.q.device, dtype=torch.int32)
+    kind = "flat" if x.right is None else "rising" if side == "q" else "falling"
+    lanes = 16 if x.batch < 16 else 64
+    made = Launch(
+        kernel=list_tiles,
+        grid=(x.batch + 1, 1, 1),
+        args=(entries, own, other, x.batch, rows, capacity, block, kind, lanes),
+        options={"num_warps": 2},
+    )
+    return Tiles((capacity, 1), entries, (made,))
+
+
+def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
+    """The runtime arguments of a call; tiles: of the kernel's grid, side: whose tiles those are."""
     options, extras = x.options, x.extras
     slopes, bias = extras.alibi_slopes, extras.bias
     if slopes is not None:
@@ -238,6 +306,7 @@ def call_of(x: Inputs) -> Call:
             s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)
         )[:3]
     return Call(
+        tiles=None if tiles is None else tiles.entries,
         cu_q=extras.cu_seqlens_q,
         cu_k=extras.cu_seqlens_k,
         used_q=extras.seqused_q,
@@ -248,10 +317,14 @@ def call_of(x: Inputs) -> Call:
         slopes=slopes,
         sinks=None if extras.sinks_H is None else extras.sinks_H.float().contiguous(),
         bias=bias,
-        page_size=x.k.shape[1] if x.paged else 0,
         stride_pages=extras.page_ids_BU.stride(0) if x.paged else 0,
         stride_slopes_b=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         bias_strides=bias_strides,
+        aux=None if x.mods is None else x.mods[1],
+        **_block_lists(x, side),
+        batch=x.batch,
+        rows_q=x.q.shape[1],
+        rows_k=x.k.shape[1],
         seqlen_q=x.seqlen_q,
         seqlen_k=x.seqlen_k,
         left=options.window_left or 0,
@@ -264,13 +337,31 @@ def call_of(x: Inputs) -> Call:
     )
 
 
+def _block_lists(x: Inputs, side: str) -> dict[str, Any]:
+    """The lists of a block mask that programs over tiles of a side walk."""
+    blocks = None if x.extras.mods is None else x.extras.mods.blocks
+    if blocks is None:
+        return {"block_entries": None, "block_counts": None, "block_strides": (0, 0, 0)}
+    entries, counts = blocks.key_blocks, blocks.num_key_blocks
+    if side == "k":
+        entries, counts = blocks.query_blocks, blocks.num_query_blocks
+    per_batch, per_head = counts.stride()[:2]
+    batch = per_batch if counts.shape[0] > 1 else 0
+    strides = (batch, per_head if counts.shape[1] > 1 else 0, entries.shape[-1])
+    return {"block_entries": entries, "block_counts": counts, "block_strides": strides}
+
+
 def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant:
     """The compile key of a kernel for a call."""
     options, extras = x.options, x.extras
     block_d, block_dv = block_dims(problem_of(x, "fwd"))
+    code = None if x.mods is None else x.mods[0]
+    blocks = extras.mods is not None and extras.mods.blocks is not None
     plain = not options.softcap and extras.bias is None and extras.alibi_slopes is None
-    whole_m = x.whole_queries and x.seqlen_q % tile.block_m == 0
-    whole_n = x.whole_keys and x.seqlen_k % tile.block_n == 0
+    plain &= code is None or not code.scored
+    page_size = x.k.shape[1] if x.paged else 0
+    whole_m = x.whole_queries and x.seqlen_q % (MASK_BLOCK if blocks else tile.block_m) == 0
+    whole_n = x.whole_keys and x.seqlen_k % (MASK_BLOCK if blocks else tile.block_n) == 0
     return Variant(
         head_dim=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
@@ -287,7 +378,12 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant
         block_dv=block_dv,
         num_stages=tile.num_stages,
         tma=tma,
-        branch=tile.branch and (not tma or (whole_m and whole_n)),
+        page_size=page_size,
+        page_shift=max(0, page_size.bit_length() - 1),
+        same_rows=x.k.stride()[:2] == x.v.stride()[:2],
+        mods=code,
+        blocks=blocks,
+        branch=tile.branch or (code is not None and code.masked),
         whole_m=whole_m,
         whole_n=whole_n,
         **flags,

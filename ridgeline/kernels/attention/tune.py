@@ -119,7 +119,7 @@ class Bench:
 
     def __init__(self, problem: AttentionProblem, kernel: str, device: str) -> None:
         self.kernel, self.x = kernel, problem_inputs(problem, device)
-        self.out, self.lse = kernels.forward_outputs(self.x)
+        self.out, self.lse = kernels.forward_outputs(self.x, cleared=True)
         self.backward = None
         if kernel in ("dkdv", "dq"):
             self.backward = self._backward()
@@ -130,12 +130,12 @@ class Bench:
         arch = kernels.arch_of(x.q.device)
         runs = x.q.is_cuda or interpreted()  # else only the shapes matter
         if runs:
-            kernels.plan_forward(x, self.out, self.lse, forward_tile(seen, arch, {})).run()
+            _run_all(kernels.plan_forward(x, self.out, self.lse, forward_tile(seen, arch, {})))
         dout = torch.randn_like(self.out) if runs else torch.empty_like(self.out)
         tiles = backward_config(seen, arch, {})
         plan = kernels.BackwardPlan(x, dout, None, self.out, self.lse, tiles)
         if runs:
-            plan.launches()[0].run()
+            _run_all(plan.rows())
         return plan
 
     def launches(self, config: Config) -> list[Launch]:
@@ -143,8 +143,8 @@ class Bench:
         if isinstance(config, DecodeConfig):
             return kernels.plan_decode(self.x, self.out, self.lse, config)
         if self.backward is not None:
-            return [self.backward.launch(self.kernel, config)]
-        return [kernels.plan_forward(self.x, self.out, self.lse, config)]
+            return self.backward.launch(self.kernel, config)
+        return kernels.plan_forward(self.x, self.out, self.lse, config)
 
     def results(self) -> list[torch.Tensor]:
         """What the kernel wrote."""

@@ -32,26 +32,48 @@ from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 from ridgeline.kernels.w4a16.tiles import MatmulConfig
 
 NIBBLES = 0x000F000F
-BASE = {"bf16": 0x43004300, "f16": 0x64006400}
-BASE_VALUE = {"bf16": 128.0, "f16": 1024.0}
-OFFSET_SYMMETRIC = {"bf16": 0x43084308, "f16": 0x64086408}
+NIBBLES_HIGH = 0x00F000F0
+F16_1024 = 0x64006400
+F16_SIXTEENTH = 0x2C002C00
+BF16_TO_HIGH = {0: 0x7F007F00, 1: 0x7D007D00}
+"""2^127 and 2^123: a lower and an upper nibble, subnormal, to q 2^-6."""
+BF16_64 = 0x42804280
+BF16_SCALE = {0: 0x71807180, 1: 0x6F806F80}
+"""2^100 and 2^96: a scale for a lower and an upper nibble, of weights 2^-33."""
+BF16_MIDDLE = 0xB080B080 - (1 << 32)
+"""-2^-30: eight steps down, in weights 2^-33."""
 SCALE_DTYPE = {**DTYPE, "f32": cutlass.Float32}
 M_GROUP = 8
 
 
 @cute.jit
 def row_scales(address, cfg: cutlass.Constexpr):
-    """Scales of the lane's rows g and g + 8, each a list of operand words (high, then low part)."""
+    """Scales of the lane's rows g and g + 8, each a list of operand words.
+
+    Direct: factor of the nibble and what is added; else the scale (high, then low part), for bf16
+    times 64."""
     kind = cfg.kind
     if cutlass.const_expr(cfg.exact_scale):
         pair = ptx.lds32(address)
-        return [[ptx.repeat_half(pair, False)], [ptx.repeat_half(pair, True)]]
+        both = [ptx.repeat_half(pair, False), ptx.repeat_half(pair, True)]
+        if cutlass.const_expr(cfg.direct):
+            return [
+                [
+                    ptx.packed_mul(both[hr], ptx.constant(BF16_SCALE[hr]), kind),
+                    ptx.packed_mul(both[hr], ptx.constant(BF16_MIDDLE), kind),
+                ]
+                for hr in range(2)
+            ]
+        if cutlass.const_expr(kind == "bf16"):
+            return [[ptx.packed_mul(scale, ptx.constant(BF16_64), kind)] for scale in both]
+        return [[scale] for scale in both]
     if cutlass.const_expr(cfg.scale == "f32"):
         values = ptx.lds64f(address)
     else:
         values = ptx.widen_pair(ptx.lds32(address), cfg.scale)
     out = []
-    for value in values:
+    for hr in cutlass.range_constexpr(2):
+        value = values[hr] * 64.0 if kind == "bf16" else values[hr]
         high = ptx.packed_twice(value, kind)
         rest = value - ptx.widen_pair(high, kind)[0]
         out.append([high, ptx.packed_twice(rest, kind)])
@@ -59,18 +81,44 @@ def row_scales(address, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def decode_step(word, scales, offsets, kind: cutlass.Constexpr):
-    """The four operand registers of a word: rows g, g + 8, then the same rows 8 inputs on."""
+def exact_codes(nibbles, offset, hr: cutlass.Constexpr, kind: cutlass.Constexpr):
+    """A pair of q - zero; for bf16 over 64.
+
+    Nibbles of rows g + 8 lie four bits higher and are worth 16 times as much.
+    """
+    if cutlass.const_expr(kind == "bf16"):
+        return ptx.packed_fma(nibbles, ptx.constant(BF16_TO_HIGH[hr]), offset, kind)
+    if cutlass.const_expr(hr == 0):
+        return ptx.packed_sub(nibbles, offset, kind)
+    return ptx.packed_fma(nibbles, ptx.constant(F16_SIXTEENTH), offset, kind)
+
+
+@cute.jit
+def decode_step(word, scales, offsets, cfg: cutlass.Constexpr):
+    """The four operand registers of a word: rows g, g + 8, then the same rows 8 inputs on.
+
+    A bf16 whose upper 8 bits are 0 is its lower 8 bits times 2^-133, exactly: a masked nibble is an
+    operand as it stands, and where the scale is bf16 and the middle code 8, one fma by s 2^100 with
+    -8 s 2^-33 gives the weight 2^-33, rounded once.
+    """
     out = []
     for j in cutlass.range_constexpr(4):
-        shifted = word if j == 0 else ptx.shift_right(word, 4 * j)
-        exact = ptx.packed_sub(ptx.and_or(shifted, NIBBLES, BASE[kind]), offsets[j % 2], kind)
-        scale = scales[j % 2]
-        if cutlass.const_expr(len(scale) == 1):
-            out.append(ptx.packed_mul(exact, scale[0], kind))
+        hr = j % 2
+        half = word if j < 2 else ptx.shift_right(word, 8)
+        mask = NIBBLES_HIGH if hr else NIBBLES
+        scale = scales[hr]
+        if cutlass.const_expr(cfg.direct):
+            out.append(ptx.packed_fma(half & mask, scale[0], scale[1], cfg.kind))
         else:
-            low = ptx.packed_mul(exact, scale[1], kind)
-            out.append(ptx.packed_fma(exact, scale[0], low, kind))
+            nibbles = half & mask
+            if cutlass.const_expr(cfg.kind == "f16"):
+                nibbles = ptx.and_or(half, mask, F16_1024)
+            exact = exact_codes(nibbles, offsets[hr], hr, cfg.kind)
+            if cutlass.const_expr(len(scale) == 1):
+                out.append(ptx.packed_mul(exact, scale[0], cfg.kind))
+            else:
+                low = ptx.packed_mul(exact, scale[1], cfg.kind)
+                out.append(ptx.packed_fma(exact, scale[0], low, cfg.kind))
     return out
 
 
@@ -197,53 +245,55 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def load_operand(slot, place, rA, cfg: cutlass.Constexpr):
-    """Codes of a stage to operand registers rA (Int32, 16 a WGMMA row block)."""
+def load_operand(slot, place, mi: cutlass.Constexpr, rA, cfg: cutlass.Constexpr):
+    """Codes of a stage's mi-th 64 outputs to operand registers rA (16 Int32)."""
     wg, warp, lane = place
-    for mi in cutlass.range_constexpr(cfg.row_mmas):
-        # rows 64 (wg row_mmas + mi) + 16 warp: 32-output block, its half rt
-        block = (wg * cfg.row_mmas + mi) * 2 + warp // 2
-        rt = warp % 2
-        w = ptx.lds128(slot + block * 1024 + rt * 512 + lane * 16)
-        scale_at = slot + cfg.code_bytes + block * cfg.block_scale_bytes
-        scale_at = scale_at + (lane // 4) * (cfg.scale_row // 8) + rt * (cfg.scale_row // 16)
-        zero_at = slot + cfg.code_bytes + (cfg.block_n // 32) * cfg.block_scale_bytes
-        zero_at = zero_at + block * cfg.block_zero_bytes + (lane // 4) * 4 + rt * 2
-        scales, offsets = [], []
-        for s in cutlass.range_constexpr(cfg.stage_groups):
-            scales.append(row_scales(scale_at + s * cfg.scale_row, cfg))
-            offsets.append(load_offsets(zero_at + s * 32, rt, cfg))
-        for i in cutlass.range_constexpr(4):
-            s = (i // 2) if cfg.stage_groups == 2 else 0
-            registers = decode_step(w[i], scales[s], offsets[s], cfg.kind)
-            for j in cutlass.range_constexpr(4):
-                rA[mi * 16 + i * 4 + j] = registers[j]
+    # rows 64 (wg row_mmas + mi) + 16 warp: 32-output block, its half rt
+    block = (wg * cfg.row_mmas + mi) * 2 + warp // 2
+    rt = warp % 2
+    w = ptx.lds128(slot + block * 1024 + rt * 512 + lane * 16)
+    scale_at = slot + cfg.code_bytes + block * cfg.block_scale_bytes
+    scale_at = scale_at + (lane // 4) * (cfg.scale_row // 8) + rt * (cfg.scale_row // 16)
+    zero_at = slot + cfg.code_bytes + (cfg.block_n // 32) * cfg.block_scale_bytes
+    zero_at = zero_at + block * cfg.block_zero_bytes + (lane // 4) * 4 + rt * 2
+    scales, offsets = [], []
+    for s in cutlass.range_constexpr(cfg.stage_groups):
+        scales.append(row_scales(scale_at + s * cfg.scale_row, cfg))
+        offsets.append(load_offsets(zero_at + s * 32, rt, cfg))
+    for i in cutlass.range_constexpr(4):
+        s = (i // 2) if cfg.stage_groups == 2 else 0
+        registers = decode_step(w[i], scales[s], offsets[s], cfg)
+        for j in cutlass.range_constexpr(4):
+            rA[i * 4 + j] = registers[j]
 
 
 @cute.jit
 def load_offsets(zero_at, rt, cfg: cutlass.Constexpr):
-    """Zero points of rows g and g + 8 (two bytes of an aligned word)."""
-    if cutlass.const_expr(cfg.symmetric):
-        offset = ptx.constant(OFFSET_SYMMETRIC[cfg.kind])
-        return [offset, offset]
-    word = ptx.lds32(zero_at - rt * 2) >> (16 * rt)
+    """What `exact_codes` adds or subtracts for rows g and g + 8."""
+    if cutlass.const_expr(cfg.direct):
+        return [None, None]
+    zeros = [Float32(8.0), Float32(8.0)]
+    if cutlass.const_expr(not cfg.symmetric):
+        word = ptx.lds32(zero_at - rt * 2) >> (16 * rt)
+        zeros = [Float32((word >> (8 * hr)) & 0xFF) for hr in range(2)]
+    if cutlass.const_expr(cfg.kind == "bf16"):
+        return [ptx.packed_twice(zero * -(2.0**-6), cfg.kind) for zero in zeros]
     return [
-        ptx.packed_twice(Float32((word >> (8 * j)) & 0xFF) + BASE_VALUE[cfg.kind], cfg.kind)
-        for j in range(2)
+        ptx.packed_twice(zeros[0] + 1024.0, cfg.kind),
+        ptx.packed_twice(zeros[1] * -1.0 - 64.0, cfg.kind),
     ]
 
 
 @cute.jit
 def multiply(mma, acc, tA, tB, stage, fresh, cfg: cutlass.Constexpr):
-    """Issue the products of one stage, as one group."""
+    """Issue the products of one stage with 64 outputs, as one group."""
     warpgroup.fence()
     for k in cutlass.range_constexpr(4):
-        for mi in cutlass.range_constexpr(cfg.row_mmas):
-            if cutlass.const_expr(k == 0):
-                mma.set(warpgroup.Field.ACCUMULATE, fresh == 0)
-            else:
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            cute.gemm(mma, acc[mi], tA[mi][None, None, k], tB[None, None, k, stage], acc[mi])
+        if cutlass.const_expr(k == 0):
+            mma.set(warpgroup.Field.ACCUMULATE, fresh == 0)
+        else:
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k, stage], acc)
     warpgroup.commit_group()
 
 
@@ -286,26 +336,28 @@ def wait_group_of(wg):
 
 @cute.jit
 def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
-    """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store."""
+    """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store.
+
+    A warpgroup has `store_regions` of shared memory for its `row_mmas` parts."""
     bias, N = dst
     atom, source, target, tile_smem = store
     wg, warp, lane = place
     row0, out0 = corner
     has_bias = Int32(bias != 0)
-    issuer = warp == 0
-    if issuer:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-    wait_group_of(wg)
     for mi in cutlass.range_constexpr(cfg.row_mmas):
-        region = wg * cfg.row_mmas + mi
-        n = out0 + region * 64 + warp * 16 + lane // 4
+        region = wg * cfg.store_regions + mi % cfg.store_regions
+        if cutlass.const_expr(mi % cfg.store_regions == 0):
+            if warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            wait_group_of(wg)
+        n = out0 + (wg * cfg.row_mmas + mi) * 64 + warp * 16 + lane // 4
         low = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, has_bias & Int32(n < N))
         high = ptx.load_narrow(bias + Int64(n + 8) * 2, cfg.kind, has_bias & Int32(n + 8 < N))
         # matrix lane // 8: outputs 16 warp + 8 (matrix % 2), rows 8 (matrix // 2) of 16
         at = tile_smem + region * (cfg.block_m * 128) + (lane % 8 + (lane // 16) * 8) * 128
         at = at + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
         for j in cutlass.range_constexpr(cfg.block_m // 16):
-            v = [acc[mi][8 * j + e] for e in range(8)]
+            v = [acc[mi][8 * j + e] * cfg.weight_factor for e in range(8)]
             packed = [
                 ptx.packed_pair(v[0] + low, v[1] + low, cfg.kind),
                 ptx.packed_pair(v[2] + high, v[3] + high, cfg.kind),
@@ -313,15 +365,12 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
                 ptx.packed_pair(v[6] + high, v[7] + high, cfg.kind),
             ]
             ptx.stmatrix_x4_trans(at + j * 2048, packed)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    wait_group_of(wg)
-    if issuer:
-        for mi in cutlass.range_constexpr(cfg.row_mmas):
-            region = wg * cfg.row_mmas + mi
-            cute.copy(
-                atom, target[None, region], source[None, row0 // cfg.block_m, out0 // 64 + region]
-            )
-        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        wait_group_of(wg)
+        if warp == 0:
+            column = out0 // 64 + wg * cfg.row_mmas + mi
+            cute.copy(atom, target[None, region], source[None, row0 // cfg.block_m, column])
+            cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
@@ -339,14 +388,10 @@ def make_registers(mma, cfg: cutlass.Constexpr):
     operand_shape = mma.partition_shape_A((64, 64))
     operands, words = [], []
     for _ in cutlass.range_constexpr(2):
-        both = cute.make_rmem_tensor((16 * cfg.row_mmas,), Int32)
-        words.append(both)
-        views = []
-        for mi in cutlass.range_constexpr(cfg.row_mmas):
-            part = cute.make_tensor(both.iterator + mi * 16, cute.make_layout(16))
-            narrow = cute.recast_tensor(part, DTYPE[cfg.kind])
-            views.append(cute.make_tensor(narrow.iterator, cute.make_layout(operand_shape)))
-        operands.append(views)
+        own = cute.make_rmem_tensor((16,), Int32)
+        words.append(own)
+        narrow = cute.recast_tensor(own, DTYPE[cfg.kind])
+        operands.append(cute.make_tensor(narrow.iterator, cute.make_layout(operand_shape)))
     return acc, flat, words, operands
 
 
@@ -393,17 +438,22 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         for step in cutlass.range(begin, end, unroll=1):
             for half in cutlass.range_constexpr(2):
                 ptx.mbar_wait(bars + stage * 8, parity)
-                load_operand(weights_smem + stage * cfg.slot_bytes, place, words[half], cfg)
                 fresh = Int32(0)
-                if cutlass.const_expr(half == 0):
-                    fresh = Int32(step == begin)
-                multiply(mma, acc, operands[half], tB, stage, fresh, cfg)
-                warpgroup.wait_group(1)
-                # Now the products of the stage before this one are done.
                 started = Int32(1)
                 if cutlass.const_expr(half == 0):
+                    fresh = Int32(step == begin)
                     started = Int32(step > begin)
-                ptx.mbar_arrive(bars + (cfg.stages + before) * 8, started & Int32(lane == 0))
+                slot = weights_smem + stage * cfg.slot_bytes
+                for mi in cutlass.range_constexpr(cfg.row_mmas):
+                    # two sets of operand registers in turn: one is made while the other is used
+                    use = half if cfg.row_mmas == 1 else mi
+                    load_operand(slot, place, mi, words[use], cfg)
+                    multiply(mma, acc[mi], operands[use], tB, stage, fresh, cfg)
+                    warpgroup.wait_group(1)
+                    if cutlass.const_expr(mi == 0):
+                        # now the products of the stage before this one are done
+                        released = bars + (cfg.stages + before) * 8
+                        ptx.mbar_arrive(released, started & Int32(lane == 0))
                 before = stage
                 stage += 1
                 if stage == cfg.stages:
@@ -471,13 +521,13 @@ def matmul_kernel(
     tile_at = 1024 + cfg.stages * cfg.act_bytes
     layout_out = cute.tile_to_shape(
         warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype),
-        (cfg.block_m, 64, cfg.consumers * cfg.row_mmas),
+        (cfg.block_m, 64, cfg.consumers * cfg.store_regions),
         order=(0, 1, 2),
     )
     sO = cute.make_tensor(
         cute.recast_ptr(base + tile_at, layout_out.inner, dtype=dtype), layout_out.outer
     )
-    weights_at = tile_at + cfg.block_m * cfg.block_n * 2
+    weights_at = tile_at + cfg.store_bytes
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.stages):
             ptx.mbar_init(bars + i * 8, 1)
@@ -488,7 +538,8 @@ def matmul_kernel(
 
     work = share_of_work(M, blocks_n, chunks, waves, cfg)
     if warp >= cfg.consumers * 4:
-        cute.arch.setmaxregister_decrease(40)
+        if cutlass.const_expr(cfg.reallocates):
+            cute.arch.setmaxregister_decrease(cfg.producer_registers)
         if warp == cfg.consumers * 4:
             rows = cfg.block_n // 32
             smem = [sA]
@@ -505,7 +556,8 @@ def matmul_kernel(
             copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
             produce(work, bars, copies, lane, cfg)
     else:
-        cute.arch.setmaxregister_increase(cfg.consumer_registers)
+        if cutlass.const_expr(cfg.reallocates):
+            cute.arch.setmaxregister_increase(cfg.consumer_registers)
         ptx.wait_previous_grid()
         op = warpgroup.MmaF16BF16Op(
             dtype,
@@ -565,11 +617,12 @@ def launch_matmul(
         cfg,
     ).launch(
         grid=(blocks, 1, 1),
-        block=((cfg.consumers + 1) * 128, 1, 1),
+        block=(cfg.threads, 1, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=cfg.blocks_per_sm,
+        preferred_smem_carveout=100,
     )  # fmt: skip
 
 

@@ -172,6 +172,7 @@ class MatmulConfig:
     """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
     stages: int
     """Stages of 64 inputs in flight; even."""
+    blocks_per_sm: int = 1
     pdl: bool = True
 
     @property
@@ -184,9 +185,32 @@ class MatmulConfig:
         return self.packed_group == 0
 
     @property
+    def reallocates(self) -> bool:
+        """Whether the producer's registers go to the consumers (then it is a whole warpgroup)."""
+        return self.blocks_per_sm == 1 and self.block_m * self.row_mmas > 80
+
+    @property
     def consumer_registers(self) -> int:
-        """Of 65,536 in all; the producer's group keeps 40 a thread."""
-        return 232 if self.consumers == 2 else 104
+        """A thread's, where registers are given over."""
+        return 232 if self.consumers == 2 else 112
+
+    @property
+    def producer_registers(self) -> int:
+        return 40 if self.consumers == 2 else 32
+
+    @property
+    def threads(self) -> int:
+        return self.consumers * 128 + (128 if self.reallocates else 32)
+
+    @property
+    def direct(self) -> bool:
+        """Codes become rounded weights in one instruction: bf16, no zero points, bf16 scales."""
+        return self.kind == "bf16" and self.scale == "bf16" and self.symmetric
+
+    @property
+    def weight_factor(self) -> float:
+        """What the sums are multiplied by at the end: operands are weights over this."""
+        return 2.0**33 if self.direct else 1.0
 
     @property
     def stage_groups(self) -> int:
@@ -202,6 +226,15 @@ class MatmulConfig:
     def scale_row(self) -> int:
         """Bytes of the scales of 32 outputs."""
         return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def store_regions(self) -> int:
+        """Parts of 64 outputs that a warpgroup can hold in shared memory for the store."""
+        return self.row_mmas if self.blocks_per_sm == 1 else 1
+
+    @property
+    def store_bytes(self) -> int:
+        return self.consumers * self.store_regions * self.block_m * 128
 
     @property
     def act_bytes(self) -> int:
@@ -234,5 +267,4 @@ class MatmulConfig:
     @property
     def smem_bytes(self) -> int:
         """Barriers, activations, output tile, weights."""
-        tile = self.block_m * self.block_n * 2
-        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + tile
+        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + self.store_bytes

@@ -23,7 +23,7 @@ import triton.runtime.interpreter as interpreter
 from ridgeline.kernels.attention import config
 from ridgeline.kernels.attention import triton as kernels
 
-from . import cases
+from . import cases, mod_cases
 
 
 def patch_bf16_dot() -> None:
@@ -105,6 +105,7 @@ def main() -> None:
         small_tiles(tma=True, branch=branch)
         case = cases.Case(name=f"tma-{name}-{branch}", **{**even, **more})
         both(replace(case, heads=2, kv_heads=1))
+    user_functions()
     without_decode(False)
     decode = dict(seqlen_q=2, seqlen_k=67, causal=True)
     for layout in ("dense", "seqused", "leftpad", "batch_idx", "paged", "varlen_paged"):
@@ -113,6 +114,18 @@ def main() -> None:
     for name in ("plain", "window", "alibi-batch", "bias-batch", "softcap"):
         case = cases.Case(name=name, **{**decode, **cases.OPTIONS[name]})
         report(f"decode {name}", partial(split_case, few(case), 0))
+
+
+def user_functions() -> None:
+    """Each mod with small tiles; those with a block mask with tiles that fit its blocks."""
+    for mod in mod_cases.MOD_CASES:
+        small_tiles(tma=mod.name in ("packed", "blocks-documents"), branch=False)
+        if mod.blocks:
+            large = partial(config.TileConfig, block_n=64, num_warps=4, num_stages=1, tma=True)
+            kernels.forward_tile = lambda problem, arch, tile=large: tile(block_m=128)
+            both = config.BackwardConfig(dkdv=large(block_m=64), dq=large(block_m=64))
+            kernels.backward_config = lambda problem, arch, tiles=both: tiles
+        report(f"mods {mod.name}", partial(mod_cases.check, "triton", mod))
 
 
 def both(case) -> None:

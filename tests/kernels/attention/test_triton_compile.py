@@ -54,7 +54,7 @@ def launches(x):
     out, lse = kernels.forward_outputs(x)
     if config.takes_decode(forward):
         return kernels.plan_decode(x, out, lse, config.decode_config(forward, SM90))
-    found = [kernels.plan_forward(x, out, lse, config.forward_tile(forward, SM90))]
+    found = kernels.plan_forward(x, out, lse, config.forward_tile(forward, SM90))
     backward = config.backward_config(plan.problem_of(x, "bwd"), SM90)
     return found + kernels.BackwardPlan(x, out, None, out, lse, backward).launches()
 

@@ -3,8 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ridgeline.train.data import IGNORE
-from ridgeline.train.loss import chunk_tokens, linear_cross_entropy
+from ridgeline.parallel.loss import IGNORE, chunk_tokens, linear_cross_entropy
 
 
 def problem(tokens, vocab=37, width=12, dtype=torch.float64):

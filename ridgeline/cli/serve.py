@@ -1,0 +1,253 @@
+"""`ridgeline serve`: a model folder over OpenAI's API, with a chat page at /."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ridgeline.cli.command import Command, Result, nothing_kept
+from ridgeline.cli.quantize import QuantizeConfig, quantize
+from ridgeline.cli.stages.quantize import GROUP
+from ridgeline.cli.stages.weights import model_folder
+from ridgeline.core import env, progress
+from ridgeline.core.errors import UserError, bad_value
+from ridgeline.engine.async_engine import AsyncEngine
+from ridgeline.engine.limits import Limits
+from ridgeline.engine.llm import EngineConfig
+from ridgeline.engine.load import Device, RunDtype, is_quantized
+from ridgeline.engine.memory import plan
+from ridgeline.engine.server.config import ServerConfig, is_loopback
+from ridgeline.engine.server.run import address_of, bind, quiet_libraries
+from ridgeline.engine.server.run import serve as run_server
+from ridgeline.engine.server.state import ServerState
+
+QUICKSTART = "quickstart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Serve a model folder over OpenAI's API, with a chat page at /."""
+
+    model: str = QUICKSTART
+    """A Hugging Face folder, plain or quantized; quickstart: SmolLM2-135M in 4 bits. Also the
+    command's first word: ridgeline serve DIR."""
+    name: str | None = None
+    """What clients call the model; the folder's name unless given."""
+    host: str = "127.0.0.1"
+    """Address to listen on; another than this machine's own needs a key."""
+    port: int = 8000
+    """0: any free port."""
+    api_key_file: Path | None = None
+    """A file with a key a line; RIDGELINE_API_KEY does for one. None: no key is asked for."""
+    without_key: bool = False
+    """Listen to other machines without a key."""
+    dry_run: bool = False
+    """Say what would fit where, and stop."""
+    dtype: RunDtype = "auto"
+    """Of activations and plain weights; auto: bfloat16 on a GPU and for 4-bit weights, else
+    float32."""
+    device: Device = "auto"
+    """auto: the GPU where there is one."""
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
+    """Of the KV cache; auto: as activations."""
+    max_model_len: int | None = None
+    """Tokens of prompt plus output; the model's context unless given."""
+    max_num_seqs: int | None = None
+    """Sequences in a batch; 64 on a GPU, 16 on a CPU unless given."""
+    max_step_tokens: int | None = None
+    """Tokens of a step, prompts' chunks included; 2048 on a GPU, 512 on a CPU unless given."""
+    memory_gib: float | None = None
+    """For the KV cache; what is free, within reason, unless given."""
+    prefix_cache: bool = True
+    """Keep the KV pages of prompts for those that start alike."""
+    batch_invariant: bool = False
+    """The same tokens whatever else is in the batch; slower."""
+    speculate_tokens: int = 0
+    """Tokens proposed by prompt lookup, checked in one step; 0: none."""
+    cuda_graphs: bool = True
+    """Capture decode steps, when first needed."""
+    max_queue_requests: int = 256
+    """Requests inside; more get a 429."""
+    max_queue_tokens: int = 262_144
+    """Tokens that they may come to, prompts and outputs; more get a 429."""
+    deadline_s: float = 600.0
+    """A request that takes longer is ended."""
+    drain_s: float = 30.0
+    """After SIGTERM: how long requests in flight may go on."""
+    watch: Path | None = None
+    """A folder of model folders (a run's checkpoints): the newest is loaded when it appears."""
+    reload_root: Path | None = None
+    """Folders that POST /admin/reload may name lie in it."""
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.without_key and not self._has_key():
+            raise bad_value(
+                "serve", "host", "be this machine's own where no key is set", self.host,
+                "set RIDGELINE_API_KEY or --api-key-file, or say --without-key",
+            )  # fmt: skip
+        Limits(max_queue_requests=self.max_queue_requests, max_queue_tokens=self.max_queue_tokens)
+
+    def _has_key(self) -> bool:
+        return self.api_key_file is not None or env.api_key() is not None
+
+    def server(self, name: str) -> ServerConfig:
+        """The server's part. Raises: UserError for a key file that cannot be read."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            model_name=self.name or name,
+            api_keys=read_keys(self.api_key_file),
+            max_requests=self.max_queue_requests,
+            deadline_s=self.deadline_s,
+            drain_s=self.drain_s,
+            watch=self.watch,
+            reload_root=self.reload_root,
+        )
+
+    def engine(self, folder: Path) -> EngineConfig:
+        """The engine's part; what is None takes the engine's own default."""
+        dtype = self.dtype
+        if dtype == "auto" and is_quantized(folder):
+            dtype = "bfloat16"
+        given = {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_step_tokens": self.max_step_tokens,
+            "memory_gib": self.memory_gib,
+        }
+        return EngineConfig(
+            dtype=dtype,
+            device=self.device,
+            kv_dtype=self.kv_dtype,
+            prefix_cache=self.prefix_cache,
+            batch_invariant=self.batch_invariant,
+            speculate_tokens=self.speculate_tokens,
+            cuda_graphs=self.cuda_graphs,
+            limits=Limits(
+                max_queue_requests=self.max_queue_requests, max_queue_tokens=self.max_queue_tokens
+            ),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The keys of a file, one a line, and of the environment. Raises: UserError."""
+    keys = [key] if (key := env.api_key()) else []
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"serve: could not read the keys in {path}: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UserError(f"serve: {path} must hold a key a line, got none; write one")
+        keys += found
+    return tuple(keys)
+
+
+def serve(config: ServeConfig) -> Result:
+    """Serve until SIGTERM or Ctrl-C; returns how it ended.
+
+    Raises: UserError for a folder that is no model, a model that does not fit, a port in use.
+    """
+    start = time.monotonic()
+    folder = folder_of(config.model)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"serve: {folder} must be a model folder with a config.json, got none; check the path"
+        )
+    engine_config = config.engine(folder)
+    if config.dry_run:
+        memory = plan(folder, engine_config)
+        return {"folder": str(folder), "dry_run": True, "lines": list(memory.lines())}
+    server_config = config.server(folder.name)
+    bound = bind(config.host, config.port)  # before the weights: a port in use is said at once
+    try:
+        engine = AsyncEngine.open(folder, engine_config)
+        _set_logging()
+        finished = asyncio.run(
+            run_server(
+                engine,
+                server_config,
+                bound,
+                folder=folder,
+                ready=lambda state: _say_ready(state, address_of(bound), start),
+            )
+        )
+    finally:
+        bound.close()
+    return {"folder": str(folder), "drained": finished}
+
+
+def folder_of(model: str) -> Path:
+    """The folder that `--model` means. Raises: UserError."""
+    return quickstart_folder() if model == QUICKSTART else Path(model)
+
+
+def quickstart_folder() -> Path:
+    """The quickstart's 4-bit model; where it has not run, one rounded to 4 bits in seconds."""
+    made = env.cache_dir() / QUICKSTART / "smollm2-135m-gptq-w4g64"
+    if (made / "config.json").is_file():
+        return made
+    rounded = env.cache_dir() / "models" / "smollm2-135m-rtn-w4g64"
+    if not (rounded / "config.json").is_file():
+        progress.say("no quickstart has run here: rounding SmolLM2-135M to 4 bits, once")
+        quantize(
+            QuantizeConfig(
+                model=model_folder(), out=rounded, method="rtn", group_size=GROUP, device="cpu"
+            )
+        )
+    return rounded
+
+
+def _set_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO if progress.mode() != "quiet" else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    quiet_libraries()
+
+
+def _say_ready(state: ServerState, address: str, start: float) -> None:
+    seconds = time.monotonic() - start
+    info, config = state.engine.info, state.config
+    progress.event(
+        "serving",
+        url=address,
+        model=config.model_name,
+        seconds=round(seconds, 2),
+        info=dataclasses.asdict(info),
+    )
+    key = "with a key" if config.api_keys else "without a key"
+    progress.say(
+        f"serving {config.model_name} ({info.weights}, {info.dtype}, {info.device}) at {address} "
+        f"{key}, ready in {seconds:.1f} s\n"
+        f"  chat:    {address}/\n"
+        f"  OpenAI:  base_url={address}/v1  model={config.model_name}\n"
+        f"  context {info.max_model_len:,} tokens, KV cache {info.num_pages:,} pages of "
+        f"{info.page_tokens} tokens in {info.kv_dtype}; Ctrl-C stops"
+    )
+
+
+def first_word(words: list[str]) -> tuple[Any, list[str]]:
+    """`ridgeline serve DIR` is `ridgeline serve --model DIR`."""
+    if words and not words[0].startswith("-"):
+        return ServeConfig(model=words[0]), words[1:]
+    return None, words
+
+
+def show(result: Result) -> str:
+    """The plan of a dry run, or how it ended."""
+    if result.get("dry_run"):
+        return "\n".join(result["lines"])
+    return "stopped; every request had its end" if result["drained"] else "stopped"
+
+
+COMMAND = Command(run=serve, config=ServeConfig, show=show, kept=nothing_kept, defaults=first_word)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over an EngineClient: app.build_app(...), run.serve(...)."""

@@ -1,0 +1,341 @@
+"""AWQ: scale the input channels that matter up before rounding, and fold the inverse away.
+
+    Q(W s) (x / s) instead of Q(W) x,    s = mean|x|^r  or  mean|x|^r / mean|w|^(1-r)
+
+A channel with large inputs gets a large s, so its weights lose less to the group's step. 1 / s goes
+into whatever makes the channel: the norm before q, k, v or gate, up; the rows of up_proj before
+down_proj; the rows of v_proj before o_proj, where query heads that share a value head must share
+its scale. Unquantized, the function stays the same. r is searched on a grid, both forms of s,
+identity included, by the squared error of the module that uses the linears (attention, MLP, or the
+linear itself) on a sample of calibration tokens; the winner is folded only where it also beats
+identity on tokens that it was not chosen on.
+Cost a block: 2 grid + 1 forwards of each parent on the sample.
+Source: Lin, Tang, Tang, Yang, Dang, Han, "AWQ", 2023, section 3.2 (arXiv 2306.00978); scales under
+grouped queries and the second set of tokens: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ridgeline.core.errors import bad_value
+from ridgeline.core.protocols import FoldableModel, ScaleFold
+from ridgeline.formats.grid import GridSpec, group_view, range_params
+from ridgeline.quant.batches import Batch, run_batch
+
+_SMALLEST = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AWQOptions:
+    """How scales are searched."""
+
+    grid: int = 20
+    """Values of r, from 0 to 1 - 1 / grid, tried in either form of s. Range 1 or more."""
+    search_tokens: int = 512
+    """Tokens that every candidate is measured on, at least (whole sequences for attention)."""
+    clip: bool = True
+    """Search ranges narrower than the extremes (awq alone; q and k keep theirs)."""
+
+    def __post_init__(self) -> None:
+        if self.grid < 1:
+            raise bad_value("awq", "grid", "be at least 1", self.grid, "20 is usual")
+        if self.search_tokens < 1:
+            raise bad_value("awq", "search_tokens", "be at least 1", self.search_tokens, "e.g. 512")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldReport:
+    """What was decided at one place."""
+
+    producer: str
+    """Full name."""
+    consumers: tuple[str, ...]
+    """Full names."""
+    accepted: bool
+    reason: str
+    ratio: float | None = None
+    """r of the best candidate."""
+    over_weights: bool | None = None
+    """Whether its form divides by the weights' means."""
+    error_plain: float | None = None
+    """Relative output error on the check tokens without a scale."""
+    error_scaled: float | None = None
+    """The same with it."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a forward showed of one fold: the consumers' input and the parent's other arguments."""
+
+    x: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Three sets of sequences, apart where there are enough: candidates are measured on `first`
+    (whole sequences) or on rows of `first` and `more`, the winner on `check`."""
+
+    first: Batch
+    more: Batch | None
+    check: Batch
+
+
+def take_sample(batch: Batch, search_tokens: int) -> Sample:
+    """Sequences of a batch for the three purposes; one sequence serves all of them."""
+    count = batch.count
+    least = next(
+        (n for n in range(1, count + 1) if batch.sequences(0, n).tokens >= search_tokens), count
+    )
+    half = max(least, count // 2)
+    more = batch.sequences(least, half) if half > least else None
+    check = batch.sequences(half, count) if half < count else batch
+    return Sample(first=batch.sequences(0, least), more=more, check=check)
+
+
+class FoldSearch:
+    """The folds of one block."""
+
+    def __init__(
+        self,
+        model: FoldableModel,
+        index: int,
+        grid_of: Callable[[str], tuple[GridSpec, int] | None],
+        options: AWQOptions,
+    ) -> None:
+        """grid_of: (grid, group size) of a linear by its name in the block; None: plain."""
+        self.model, self.index, self.options = model, index, options
+        self.block: nn.Module = model.blocks[index]
+        self.prefix = model.block_prefix(index) + "."
+        self.grid_of = grid_of
+
+    @torch.no_grad()
+    def choose(self, sample: Sample) -> list[tuple[torch.Tensor | None, FoldReport]]:
+        """(scale of the producer's channels or None, report) for every place; the block is left as
+        it was."""
+        folds = self.model.scale_folds()
+        first, check = self._watch(folds, sample.first), self._watch(folds, sample.check)
+        more = [None] * len(folds) if sample.more is None else self._watch(folds, sample.more)
+        return [
+            self._search(fold, *seen)
+            for fold, seen in zip(folds, zip(first, more, check, strict=True), strict=True)
+        ]
+
+    def _watch(self, folds: list[ScaleFold], batch: Batch) -> list[Seen]:
+        """Run the block and note what each fold's consumers and parent were called with."""
+        inputs: dict[str, torch.Tensor] = {}
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+        def note_input(name: str):
+            return lambda module, args: inputs.__setitem__(name, args[0].detach())
+
+        def note_call(name: str):
+            return lambda module, args, kwargs: calls.__setitem__(name, (args[1:], kwargs))
+
+        hooks = []
+        try:
+            for fold in folds:
+                name = fold.consumers[0]
+                module = self.block.get_submodule(name)
+                hooks.append(module.register_forward_pre_hook(note_input(name)))
+                if fold.parent is not None:
+                    parent = self.block.get_submodule(fold.parent)
+                    hook = note_call(fold.parent)
+                    hooks.append(parent.register_forward_pre_hook(hook, with_kwargs=True))
+            run_batch(self.model, self.index, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [
+            Seen(inputs[fold.consumers[0]], *calls.get(fold.parent or "", ((), {})))
+            for fold in folds
+        ]
+
+    def _search(
+        self, fold: ScaleFold, first: Seen, more: Seen | None, check: Seen
+    ) -> tuple[torch.Tensor | None, FoldReport]:
+        names = {
+            "producer": self.prefix + fold.producer,
+            "consumers": tuple(self.prefix + name for name in fold.consumers),
+        }
+        if reason := self._refusal(fold):
+            return None, FoldReport(**names, accepted=False, reason=reason)
+        rows = first if more is None else Seen(_joined(first.x, more.x), first.args, first.kwargs)
+        trial = _Trial(fold, self.block, [self._grid(name) for name in fold.consumers])
+        means = trial.means(rows.x)
+        at = first if fold.mixes_positions else _strided(rows, self.options.search_tokens)
+        best, least = (0.0, False), float("inf")
+        for ratio, over in self._candidates():
+            error = trial.error(candidate(*means, ratio, over), at)
+            if error < least:
+                best, least = (ratio, over), error
+        scale_P = candidate(*means, *best)
+        plain, scaled = trial.error(None, check), trial.error(scale_P, check)
+        gain = scaled < plain and best != (0.0, False)
+        reason = "lower error" if gain else "no candidate lowers the error"
+        report = FoldReport(
+            **names, accepted=gain, reason=reason, ratio=best[0], over_weights=best[1],
+            error_plain=plain**0.5, error_scaled=scaled**0.5,
+        )  # fmt: skip
+        return (scale_P if gain else None), report
+
+    def _candidates(self) -> Iterator[tuple[float, bool]]:
+        """(r, whether divided by the weights' means), identity first."""
+        for step in range(self.options.grid):
+            for over in (False, True):
+                yield step / self.options.grid, over
+
+    def _grid(self, name: str) -> tuple[GridSpec, int]:
+        found = self.grid_of(name)
+        assert found is not None, "plain consumers were refused"
+        return found
+
+    def _refusal(self, fold: ScaleFold) -> str | None:
+        """Why a fold is not tried: a plain linear would have to be rounded to its dtype."""
+        linears = fold.consumers if fold.norm else (fold.producer, *fold.consumers)
+        plain = [name for name in linears if self.grid_of(name) is None]
+        return f"{plain[0]} is not quantized" if plain else None
+
+
+class _Trial:
+    """The linears of a fold, rounded under one scale after another and put back each time."""
+
+    def __init__(
+        self, fold: ScaleFold, block: nn.Module, grids: list[tuple[GridSpec, int]]
+    ) -> None:
+        self.fold, self.grids = fold, grids
+        self.linears: list[Any] = [block.get_submodule(name) for name in fold.consumers]
+        self.parent = None if fold.parent is None else block.get_submodule(fold.parent)
+        self.exact = [linear.weight.detach().clone() for linear in self.linears]
+        self._want: tuple[Seen, torch.Tensor, float] | None = None
+
+    def means(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean size of inputs, and of weights within their group, by the producer's channels."""
+        x_K = x.reshape(-1, x.shape[-1]).float().abs().mean(0)
+        sizes = []
+        for w_NK, (_, group) in zip(self.exact, self.grids, strict=True):
+            grouped = group_view(w_NK.float().abs(), group)
+            part = grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-30)
+            sizes.append(part.flatten(1)[:, : len(x_K)])
+        return _reduced(self.fold, x_K), _reduced(self.fold, torch.cat(sizes).mean(0))
+
+    def error(self, scale_P: torch.Tensor | None, seen: Seen) -> float:
+        """Squared error over squared output of the parent with its linears rounded."""
+        scale_K = None if scale_P is None else expanded(self.fold, scale_P)
+        rounded = [
+            _rounded(w_NK.float(), scale_K, *grid)
+            for w_NK, grid in zip(self.exact, self.grids, strict=True)
+        ]
+        if self.parent is None:
+            x_MK = seen.x.reshape(-1, seen.x.shape[-1]).float()
+            wrong = (x_MK @ (rounded[0] - self.exact[0].float()).T).square().sum()
+            return float(wrong) / self._size(seen, lambda: x_MK @ self.exact[0].float().T)
+        size = self._size(seen, lambda: self._output(seen))
+        try:
+            for linear, w_NK in zip(self.linears, rounded, strict=True):
+                linear.weight.copy_(w_NK)
+            wrong = (self._output(seen) - self._wanted()).square().sum()
+        finally:
+            for linear, w_NK in zip(self.linears, self.exact, strict=True):
+                linear.weight.copy_(w_NK)
+        return float(wrong) / size
+
+    def _size(self, seen: Seen, output: Callable[[], torch.Tensor]) -> float:
+        """Squared norm of the exact output, kept while the tokens stay the same."""
+        if self._want is None or self._want[0] is not seen:
+            want = output()
+            self._want = (seen, want, max(float(want.square().sum()), 1e-30))
+        return self._want[2]
+
+    def _wanted(self) -> torch.Tensor:
+        assert self._want is not None
+        return self._want[1]
+
+    def _output(self, seen: Seen) -> torch.Tensor:
+        assert self.parent is not None
+        out = self.parent(seen.x, *seen.args, **seen.kwargs)
+        return (out[0] if isinstance(out, tuple) else out).float()
+
+
+def candidate(
+    x_mean_P: torch.Tensor, w_mean_P: torch.Tensor, ratio: float, over_weights: bool
+) -> torch.Tensor | None:
+    """The scale of one grid point, largest times smallest 1; None for identity."""
+    if ratio == 0.0 and not over_weights:
+        return None
+    scale_P = x_mean_P.clamp(min=_SMALLEST) ** ratio
+    if over_weights:
+        scale_P = scale_P / w_mean_P.clamp(min=_SMALLEST) ** (1.0 - ratio)
+    scale_P = scale_P.clamp(min=_SMALLEST)
+    scale_P = scale_P / (scale_P.max() * scale_P.min()).sqrt()
+    return torch.where(torch.isfinite(scale_P), scale_P, 1.0)
+
+
+@torch.no_grad()
+def apply_fold(
+    block: nn.Module, fold: ScaleFold, scale_P: torch.Tensor, dtype: torch.dtype | None
+) -> None:
+    """Divide the producer, multiply the consumers.
+
+    A norm's weight is rounded to `dtype`, in which it will be stored; the consumers take the scale
+    that it then really has, so the function changes by fp32 rounding only.
+    """
+    producer: Any = block.get_submodule(fold.producer)
+    if fold.norm:
+        offset = 1.0 if fold.norm == "1+w" else 0.0
+        old = producer.weight.detach().float() + offset
+        new = old / scale_P - offset
+        new = new.to(dtype or producer.weight.dtype).to(producer.weight.dtype)
+        factor = new.float() + offset
+        usable = (factor != 0) & torch.isfinite(factor) & (old != 0)
+        scale_P = torch.where(usable, old / factor, 1.0)
+        producer.weight.copy_(torch.where(usable, new, producer.weight))
+    else:
+        producer.weight.div_(scale_P[:, None].to(producer.weight.dtype))
+        if producer.bias is not None:
+            producer.bias.div_(scale_P.to(producer.bias.dtype))
+    scale_K = expanded(fold, scale_P)
+    for name in fold.consumers:
+        weight = block.get_parameter(f"{name}.weight")
+        weight.mul_(scale_K.to(weight.dtype))
+
+
+def expanded(fold: ScaleFold, scale_P: torch.Tensor) -> torch.Tensor:
+    """The producer's channels as the consumers see them."""
+    runs = scale_P.reshape(-1, 1, fold.run)
+    return runs.expand(-1, fold.repeats, fold.run).reshape(-1)
+
+
+def _reduced(fold: ScaleFold, x_K: torch.Tensor) -> torch.Tensor:
+    return x_K.reshape(-1, fold.repeats, fold.run).mean(1).reshape(-1)
+
+
+def _rounded(
+    w_NK: torch.Tensor, scale_K: torch.Tensor | None, spec: GridSpec, group: int
+) -> torch.Tensor:
+    """Q(W s) / s with plain ranges, fp32."""
+    K = w_NK.shape[1]
+    grouped = group_view(w_NK if scale_K is None else w_NK * scale_K, group)
+    low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
+    scale, zero = range_params(low, high, spec)
+    code = (grouped / scale).round_().add_(zero).clamp_(0, spec.max_code)
+    rounded = code.sub_(zero).mul_(scale).flatten(1)[:, :K]
+    return rounded if scale_K is None else rounded / scale_K
+
+
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])[None]
+
+
+def _strided(seen: Seen, tokens: int) -> Seen:
+    """About so many rows, spread evenly over all."""
+    rows = seen.x.reshape(-1, seen.x.shape[-1])
+    step = max(1, len(rows) // tokens)
+    return Seen(rows[::step][None], seen.args, seen.kwargs)

@@ -1,0 +1,225 @@
+"""One block: fold scales, then solve its linears group by group on their real inputs."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ridgeline.core import progress
+from ridgeline.core.errors import bad_type
+from ridgeline.core.protocols import BlockwiseModel, FoldableModel
+from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.contract import WeightFormat
+from ridgeline.formats.grid import GridSpec
+from ridgeline.quant.awq import FoldReport, FoldSearch, apply_fold, take_sample
+from ridgeline.quant.batches import Batch
+from ridgeline.quant.gptq import Hessian, LayerReport, check_finite, quantize_layers
+from ridgeline.quant.ranks import Ranks
+from ridgeline.quant.recipe import Recipe
+from ridgeline.quant.report import BlockReport, ModuleReport, weight_bytes
+from ridgeline.quant.rtn import quantize_layer_rtn, quantize_layers_clipped
+from ridgeline.quant.staged import StagedBlock
+
+_BF16_FRACTION_BITS = 7
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockResult:
+    """What working on one block gave."""
+
+    index: int
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    """By full name."""
+    reports: list[ModuleReport] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    folds: list[FoldReport] = field(default_factory=list)
+    block: BlockReport | None = None
+
+
+class BlockWorker:
+    """Works on the blocks of one model, one at a time; their weights are in memory then."""
+
+    def __init__(
+        self, model: BlockwiseModel, recipe: Recipe, ranks: Ranks, advance: progress.Advance
+    ) -> None:
+        self.model, self.recipe, self.ranks, self.advance = model, recipe, ranks, advance
+
+    def names(self) -> Iterator[str]:
+        """Linears of a block, in data-flow order, named inside it."""
+        return (name for group in self.model.linear_groups() for name in group)
+
+    def check_weights(self, index: int) -> None:
+        """Refuse a weight that is not finite. Raises: UserError naming the layer."""
+        for name in self.names():
+            full = self.full(index, name)
+            if self.recipe.layout_of(full) is not None:
+                check_finite(self.model.blocks[index].get_submodule(name).weight.detach(), full)
+
+    def round(self, index: int) -> BlockResult:
+        """Plain rounding."""
+        result = BlockResult(index=index)
+        for name in self.names():
+            full, start = self.full(index, name), time.perf_counter()
+            layout = self.recipe.layout_of(full)
+            if layout is None:
+                self._skip(full, result)
+                continue
+            module = self.model.blocks[index].get_submodule(name)
+            weight = quantize_layer_rtn(module.weight.detach(), layout)
+            self._install(result, name, weight, None, time.perf_counter() - start)
+        return result
+
+    def calibrate(self, index: int, batches: list[Batch]) -> tuple[BlockResult, list[Batch]]:
+        """Fold, solve, and run on: the result and the batches after the quantized block."""
+        result = BlockResult(index=index)
+        if self.recipe.folds:
+            result.folds = self._fold(index, batches)
+        with StagedBlock(self.model, index, batches) as staged:
+            for group, inputs in staged.stages():
+                self._solve_group(result, group, inputs)
+            return result, staged.finish()
+
+    # ---- folds -------------------------------------------------------------------------------
+
+    def _fold(self, index: int, batches: list[Batch]) -> list[FoldReport]:
+        """Choose on the run's first batch, then change the block alike on every rank."""
+        if not isinstance(self.model, FoldableModel):
+            raise bad_type(
+                "quantize",
+                "model",
+                "say where scales fold (scale_folds) for awq",
+                type(self.model).__name__,
+                "use gptq or rtn",
+            )
+        folds = self.model.scale_folds()
+        chosen: list[torch.Tensor | None] = [None] * len(folds)
+        reports: list[FoldReport] = []
+        block = self.model.blocks[index]
+        if self.ranks.rank == 0:
+            grid_of = functools.partial(self._grid_of, index)
+            search = FoldSearch(self.model, index, grid_of, self.recipe.awq)
+            found = search.choose(take_sample(batches[0], self.recipe.awq.search_tokens))
+            chosen, reports = [scale_P for scale_P, _ in found], [report for _, report in found]
+        for fold, scale_P in zip(folds, chosen, strict=True):
+            weight = block.get_submodule(fold.producer).weight
+            agreed = self.ranks.agree(scale_P, len(weight), weight.device)
+            if agreed is not None:
+                apply_fold(block, fold, agreed, self.recipe.norm_dtype())
+        return reports
+
+    def _grid_of(self, index: int, name: str) -> tuple[GridSpec, int] | None:
+        """(grid, group size) of a linear; None: it stays plain."""
+        layout = self.recipe.layout_of(self.full(index, name))
+        if layout is None:
+            return None
+        K = self.model.blocks[index].get_submodule(name).weight.shape[1]
+        return self.grid(layout), layout.group_of(K)
+
+    # ---- layers ------------------------------------------------------------------------------
+
+    def _solve_group(
+        self, result: BlockResult, group: list[str], inputs: Iterator[torch.Tensor]
+    ) -> None:
+        """One Hessian, then the group's layers, those of one form solved together."""
+        first = self.model.blocks[result.index].get_submodule(group[0])
+        hessian = Hessian.zeros(first.weight.shape[1], first.weight.device)
+        for x_BSK in inputs:
+            hessian.add(x_BSK)
+        hessian.reduce(self.ranks)
+        mean_KK = hessian.mean()
+        del hessian
+        by_layout: dict[WeightFormat, list[str]] = {}
+        for name in group:
+            layout = self.recipe.layout_of(self.full(result.index, name))
+            if layout is None:
+                self._skip(self.full(result.index, name), result)
+            else:
+                by_layout.setdefault(layout, []).append(name)
+        for layout, names in by_layout.items():
+            self._solve(result, names, mean_KK, layout)
+
+    def _solve(
+        self, result: BlockResult, names: list[str], mean_KK: torch.Tensor, layout: WeightFormat
+    ) -> None:
+        start = time.perf_counter()
+        modules = [self.model.blocks[result.index].get_submodule(name) for name in names]
+        weights = [module.weight.detach() for module in modules]
+        grid, group = self.grid(layout), layout.group_of(mean_KK.shape[0])
+        first = self.full(result.index, names[0])
+        if self.recipe.solver == "gptq":
+            solved = quantize_layers(weights, mean_KK, grid, group, self.recipe.gptq, name=first)
+        else:
+            bilinear = self.model.bilinear() if isinstance(self.model, FoldableModel) else ()
+            clipped = [self.recipe.awq.clip and name not in bilinear for name in names]
+            solved = quantize_layers_clipped(weights, mean_KK, grid, group, clipped, name=first)
+        seconds = (time.perf_counter() - start) / len(names)
+        for name, (weight, report) in zip(names, solved, strict=True):
+            self._install(result, name, weight, report, seconds)
+
+    def grid(self, layout: WeightFormat) -> GridSpec:
+        """The form's grid with scales as the recipe wants them."""
+        fraction = _BF16_FRACTION_BITS if self.recipe.exact_bf16_scales else None
+        return replace(layout.grid(), scale_mantissa_bits=fraction)
+
+    def full(self, index: int, name: str) -> str:
+        """Full name of a linear."""
+        return f"{self.model.block_prefix(index)}.{name}"
+
+    def _skip(self, full: str, result: BlockResult) -> None:
+        result.skipped.append(full)
+        self.advance(1)
+
+    def _install(
+        self,
+        result: BlockResult,
+        name: str,
+        weight: QuantizedWeight,
+        report: LayerReport | None,
+        seconds: float,
+    ) -> None:
+        """Keep the result, put the dequantized weight into the model, say what happened."""
+        module = self.model.blocks[result.index].get_submodule(name)
+        full = self.full(result.index, name)
+        if module.bias is not None:
+            bias_N = module.bias.detach().to(weight.scale_NR.dtype)
+            weight = replace(weight, bias_N=bias_N)
+        original = module.weight.detach().float()
+        wide = weight.dequantize()
+        error = float((wide - original).norm() / original.norm().clamp(min=1e-30))
+        with torch.no_grad():
+            module.weight.copy_(wide.to(module.weight.dtype))
+        result.weights[full] = weight
+        if report is not None and report.damping_raises:
+            progress.say(
+                f"{full}: Hessian not positive definite, damping raised to {report.damping:g}"
+            )
+        n, k = weight.shape_nk
+        result.reports.append(
+            ModuleReport(
+                name=full,
+                n=n,
+                k=k,
+                method=self.recipe.method,
+                bits=weight.bits,
+                group_size=weight.group_size,
+                loss=report.loss if report else None,
+                relative_error=report.relative_error if report else None,
+                weight_error=error,
+                damping=report.damping if report else None,
+                damping_raises=report.damping_raises if report else 0,
+                dead_columns=report.dead_columns if report else 0,
+                bytes=weight_bytes(weight),
+                seconds=seconds,
+            )
+        )
+        shown = report.relative_error if report else error
+        self.advance(1, note=f"{full} error {shown:.3f}")
+
+
+def block_indices(model: BlockwiseModel) -> list[int]:
+    """Global indices of the blocks that a model holds."""
+    return list(getattr(model.blocks, "indices", range(len(model.blocks))))

@@ -1,0 +1,166 @@
+"""What a run will take, before it starts: peak memory, time and disk, from shapes and rates.
+
+Memory is counted at the two places where most is held: while the widest layer's inputs of all
+batches wait for its solve, and inside that solve (H in fp64 and fp32, its factor, the stacked
+weights in work). Time is FLOPs over a rate measured on this device now, plus elementwise work over
+a second rate, plus a fixed cost a column. docs/log/quantize.md holds predictions against runs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.formats.base import QuantizedWeight
+from ridgeline.quant.recipe import Recipe
+from ridgeline.quant.report import weight_bytes
+
+_HESSIAN_SHARE = 0.625
+"""Of the full product that Hessian.add computes in four strips."""
+_GPTQ_CANDIDATES, _PASSES = 15, 9
+"""Ranges tried for a group, and elementwise passes over the weight each."""
+_COLUMN_S = {"cpu": 6e-5, "cuda": 2e-6}
+_PROCESS_BYTES = 450e6
+"""Of Python, PyTorch and the tokenizer before any tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device does."""
+
+    flops: float
+    """fp32 (CPU) or 16-bit (GPU) matrix products, FLOP/s."""
+    elements: float
+    """Elementwise passes, elements a second."""
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Rates:
+        """Half a second of a matmul and of an elementwise pass."""
+
+        def rate(work: float, run) -> float:
+            run()
+            _wait(device)
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < 0.2:
+                run()
+                _wait(device)
+                count += 1
+            return work * count / (time.perf_counter() - start)
+
+        size = 1024 if device.type == "cpu" else 8192
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        flat = torch.ones(2**20, device=device)
+        return cls(
+            flops=rate(2.0 * size**3, lambda: a @ a), elements=rate(2.0**20, lambda: flat.mul_(1.0))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """Sizes that a prediction needs."""
+
+    groups: tuple[tuple[tuple[int, int], ...], ...]
+    """(N, K) of every linear of a block, by group of one input."""
+    blocks: int
+    width: int
+    """C, of hidden states."""
+    outer_parameters: int
+    """Outside the blocks; they stay on the device."""
+    head_parameters: int
+    block_parameters: int
+    tokens: int
+    """Of calibration, on one rank."""
+    sequence_tokens: int
+    batch_tokens: int
+    held_out_tokens: int
+    itemsize: int
+    """Bytes of a weight and of an activation while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a run will take."""
+
+    device_bytes: float
+    """Peak on the device; on a CPU of the process."""
+    seconds: float
+    work_bytes: float
+    """Peak on disk of unfinished work."""
+    out_bytes: float
+    """Of the finished folder."""
+
+
+def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Prediction:
+    """Memory, time and disk of a run."""
+    packed = shape.blocks * sum(_packed(n, k, recipe) for group in shape.groups for n, k in group)
+    hidden = shape.width * shape.itemsize * (shape.tokens + 2 * shape.held_out_tokens)
+    fixed = _PROCESS_BYTES if device == "cpu" else 0.0
+    fixed += shape.itemsize * (shape.outer_parameters + shape.block_parameters)
+    held = shape.itemsize * shape.width * 2 * shape.held_out_tokens
+    vocabulary = shape.head_parameters // max(shape.width, 1)
+    scoring = 256 * vocabulary * 4 * 5 if shape.held_out_tokens else 0
+    return Prediction(
+        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring),
+        seconds=_seconds(shape, recipe, device, rates),
+        work_bytes=packed + 2 * hidden,
+        out_bytes=packed + 2 * shape.outer_parameters,
+    )
+
+
+def _packed(n: int, k: int, recipe: Recipe) -> float:
+    layout = recipe.layout
+    group = layout.group_of(k)
+    meta = torch.empty(n, k, dtype=torch.uint8, device="meta")
+    scale = torch.empty(n, -(-k // group), dtype=torch.float16, device="meta")
+    zero = None if layout.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    return weight_bytes(
+        QuantizedWeight(
+            code_NK=meta, scale_NR=scale, zero_NR=zero, bits=layout.bits, group_size=group
+        )
+    )
+
+
+def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
+    """Batches suspended before the widest group, and the larger of a batch's forward and the
+    solve."""
+    if recipe.method == "rtn":
+        return 4.0 * 4 * max(n * k for group in shape.groups for n, k in group)
+    waiting = solving = 0.0
+    for group in shape.groups:
+        k, n = group[0][1], sum(n for n, _ in group)
+        waiting = max(waiting, shape.itemsize * shape.tokens * (shape.width + k))
+        solving = max(solving, 8 * k * k + 6 * 4 * k * k + 8 * 4 * n * k)
+    widest = max(k for group in shape.groups for _, k in group)
+    forward = shape.itemsize * shape.batch_tokens * (4 * shape.width + 3 * widest)
+    return waiting + max(solving, forward)
+
+
+def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> float:
+    weights = sum(n * k for group in shape.groups for n, k in group)
+    forward = 2.0 * weights + 2.0 * shape.sequence_tokens * shape.width
+    flops = 2 * forward * shape.held_out_tokens * shape.blocks
+    flops += 2 * 2.0 * shape.head_parameters * shape.held_out_tokens
+    elements = columns = 0.0
+    if recipe.method == "rtn":
+        elements = _PASSES * weights * shape.blocks
+        return flops / rates.flops + elements / rates.elements
+    squares = sum(group[0][1] ** 2 for group in shape.groups)
+    flops += shape.blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
+    elements += shape.blocks * weights * _GPTQ_CANDIDATES * _PASSES
+    if recipe.solver == "gptq":
+        cubes = sum(group[0][1] ** 3 for group in shape.groups)
+        stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)
+        flops += shape.blocks * (4.0 * cubes + 2.0 * stacked)
+        columns = shape.blocks * sum(group[0][1] for group in shape.groups)
+    if recipe.folds:
+        trials = 2 * recipe.awq.grid + 2
+        flops += shape.blocks * trials * forward * (2 * recipe.awq.search_tokens)
+        elements += shape.blocks * weights * trials * _PASSES
+    return flops / rates.flops + elements / rates.elements + columns * _COLUMN_S.get(device, 2e-6)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,97 @@
+"""The chat page in a real browser, with a real server behind it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with sync_api.sync_playwright() as playwright:
+        try:
+            started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except Exception as error:
+            pytest.skip(f"no Chromium that starts: {str(error).splitlines()[0]}")
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, its model read; any error of its script fails the test."""
+    opened = browser.new_page(viewport={"width": 1100, "height": 760})
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    opened.goto(server.address)
+    opened.wait_for_selector(".dot.ok")
+    yield opened
+    opened.close()
+    assert errors == []
+
+
+def test_a_conversation(page, engine):
+    engine.tokens_per_s = 150
+    engine.script = engine.tokenizer.encode("**Paris** is `the` capital.\n\n- one\n- two <b>x</b>")
+    page.fill("#ask", "What is the capital of France?")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .facts button")
+    answer = page.locator(".turn.assistant .text")
+    assert answer.locator("strong").inner_text() == "Paris"
+    assert answer.locator("code").inner_text() == "the"
+    assert answer.locator("li").all_inner_texts() == ["one", "two <b>x</b>"]
+    assert answer.locator("b").count() == 0
+    speed = page.locator("[data-role=speed]").inner_text()
+    rate = re.search(r"([\d.]+) tokens/s", speed)
+    assert rate is not None and 20 < float(rate.group(1)) < 200, speed
+    assert f"{len(engine.script) + 1} tokens" in speed and "s to the first" in speed
+    page.fill("#ask", "And of Spain?")
+    page.click("#go")
+    page.locator(".turn .facts button").nth(1).wait_for()
+    told = engine.tokenizer.decode(engine.seen[-1][0])
+    assert "<assistant>**Paris**" in told and told.endswith("<user>And of Spain?\n<assistant>")
+
+
+def test_stop_ends_the_request(page, engine):
+    engine.tokens_per_s = 30
+    engine.script = engine.tokenizer.encode("word " * 200)
+    page.fill("#ask", "Go on")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .writing")
+    page.click("#go[aria-label=Stop]")
+    page.wait_for_selector("#go[aria-label=Send]")
+    assert page.locator(".turn.assistant .text").inner_text().startswith("word")
+    assert page.locator(".error").count() == 0
+
+
+def test_an_error_is_shown(page, engine):
+    engine.fail_at = 1
+    engine.script = engine.tokenizer.encode("abc")
+    page.fill("#ask", "x")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .error")
+    assert "a kernel failed" in page.locator(".error").inner_text()
+
+
+def test_settings_and_a_new_chat(page, engine):
+    page.click("#settings")
+    page.fill("#system", "Be brief.")
+    page.fill("#most", "3")
+    page.locator("#temperature").fill("0.2")
+    assert page.locator("#heat").inner_text() == "0.2"
+    page.click("#done")
+    page.click(".ideas button >> nth=0")
+    page.wait_for_selector(".turn.assistant .facts button")
+    prompt, params, *_ = engine.seen[-1]
+    assert engine.tokenizer.decode(prompt).startswith("<system>Be brief.\n<user>What is the")
+    assert (params.temperature, params.max_tokens) == (0.2, 3)
+    page.click("#fresh")
+    assert page.locator(".turn").count() == 0 and page.locator("#hello").is_visible()
