@@ -123,7 +123,7 @@ def plan_sizes(
             num_pages = min(num_pages, wanted)
     fits = num_pages * page_tokens
     needed = config.max_model_len or min(longest, 512)
-    if config.num_pages is not None and fits < needed:
+    if config.num_pages is not None and fits < (config.max_model_len or 0):
         raise bad_value(
             "engine",
             "num_pages",
@@ -131,7 +131,7 @@ def plan_sizes(
             num_pages,
             "raise it or lower max_model_len",
         )
-    if fits < min(needed, longest):
+    if config.num_pages is None and fits < min(needed, longest):
         raise UserError(
             _does_not_fit(
                 budget, weights_bytes, activations + graphs, needed * kv_bytes, config.dtype

@@ -251,8 +251,12 @@ class DeviceAttention:
         v_PGD: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
+        self.cache.append(layer, self.batch.slots_P, k_PGD, v_PGD)
+        return self.read(layer, q_PHD, window)
+
+    def read(self, layer: int, q_PHD: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Attention once the step's keys and values are in the cache."""
         cache, batch = self.cache, self.batch
-        cache.append(layer, batch.slots_P, k_PGD, v_PGD)
         bounds = (-1, -1) if window is None else (window - 1, 0)
         k_pages, v_pages = cache.k[layer], cache.v[layer]
         B = batch.num_decoding

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.engine.device_forward import DeviceForward
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.host_decode import HostDecoder
 from ridgeline.engine.paged import (
@@ -122,7 +123,8 @@ class Runner:
         """Run with these from now on."""
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
-        self.forward = Forward(weights, self.max_model_len, reduce)
+        kind = DeviceForward if self.on_gpu else Forward
+        self.forward = kind(weights, self.max_model_len, reduce)
         self.host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
             self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
@@ -276,14 +278,14 @@ class DecodeGraphs:
     def _step(self, size: int) -> torch.Tensor:
         runner, numbers = self.runner, self.device[:size]
         batch = DeviceBatch(
-            slots_P=numbers[:, 2].long(),
+            slots_P=numbers[:, 2].contiguous(),
             num_decoding=size,
             decode_seqlens_B=numbers[:, 3].contiguous(),
             decode_table_BU=numbers[:, 4:],
             num_splits=1 if runner.invariant else 0,
         )
         attend = DeviceAttention(runner.cache, batch)
-        x_PC = runner.forward.hidden(numbers[:, 0].long(), numbers[:, 1].long(), attend)
+        x_PC = runner.forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)
         return runner.forward.logits(x_PC)
 
     def _record(self, size: int) -> _Recorded:
