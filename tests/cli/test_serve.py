@@ -156,8 +156,20 @@ def test_the_quickstarts_stage(model_folder, tmp_path, monkeypatch):
     assert official["text"] == plain["text"]
 
 
-def test_a_server_that_does_not_start_is_said(tmp_path):
-    with pytest.raises(UserError, match="the server did not start: serve: .* must be a model"):
+@pytest.mark.parametrize(
+    ("lines", "code", "part"),
+    [
+        ('{"event": "error", "message": "no such folder"}', 1, "did not start: no such folder"),
+        ('{"event": "progress"}', 3, "ended with exit code 3 as it started"),
+        ('{"event": "serving", "url": "x"}', 4, "the server did not stop well"),
+    ],
+)
+def test_a_server_that_fails_is_said(tmp_path, monkeypatch, lines, code, part):
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho '{lines}'\nexit {code}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(stage.sys, "executable", str(script))
+    with pytest.raises(UserError, match=part):
         with stage.running(str(tmp_path), "cpu"):
             pass
 
