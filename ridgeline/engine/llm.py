@@ -284,7 +284,7 @@ class LLM:
             num_pages=self.plan.num_pages,
             page_tokens=self.plan.page_tokens,
             kv_heads=weights.kv_heads,
-            dtype=kv_dtype_of(self.config, weights.dtype),
+            dtype=kv_dtype_of(self.config, weights.dtype, weights.device),
             device=weights.device,
         )
         return Runner(

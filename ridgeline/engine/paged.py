@@ -235,6 +235,9 @@ class DeviceBatch:
     max_rows: int = 0
     max_keys: int = 0
     num_splits: int = 0
+    tile: int | None = None
+    """Decoding sequences a call, always so many (lengths and table are padded to a multiple): the
+    kernel then is the same for any batch."""
 
 
 class DeviceAttention:
@@ -262,18 +265,25 @@ class DeviceAttention:
         B = batch.num_decoding
         parts: list[torch.Tensor] = []
         if B:
-            out = flash_attn_with_kvcache(
-                q_PHD[:B, None],
-                k_pages,
-                v_pages,
-                cache_seqlens=batch.decode_seqlens_B,
-                block_table=batch.decode_table_BU,
-                causal=True,
-                window_size=bounds,
-                num_splits=batch.num_splits,
-            )
-            assert isinstance(out, torch.Tensor)
-            parts.append(out[:, 0])
+            q_BHD = q_PHD[:B]
+            padded = batch.decode_seqlens_B.shape[0]
+            if padded > B:
+                q_BHD = torch.cat((q_BHD, q_BHD.new_zeros(padded - B, *q_BHD.shape[1:])))
+            size = batch.tile or padded
+            for start in range(0, padded, size):
+                tile = slice(start, start + size)
+                out = flash_attn_with_kvcache(
+                    q_BHD[tile, None],
+                    k_pages,
+                    v_pages,
+                    cache_seqlens=batch.decode_seqlens_B[tile],
+                    block_table=batch.decode_table_BU[tile],
+                    causal=True,
+                    window_size=bounds,
+                    num_splits=batch.num_splits,
+                )
+                assert isinstance(out, torch.Tensor)
+                parts.append(out[: B - start, 0])
         if batch.chunk_starts is not None:
             assert batch.chunk_seqlens is not None
             out = flash_attn_varlen_func(

@@ -33,6 +33,8 @@ from ridgeline.engine.tp import Group
 from ridgeline.engine.weights import Weights
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+INVARIANT_SEQUENCES = 64
+"""Queries of one attention call in batch-invariant mode on a GPU."""
 EAGER_STEPS = 2
 """Steps of a size before it is recorded."""
 
@@ -117,7 +119,8 @@ class Runner:
 
     def _may_record(self, wanted: bool) -> bool:
         alone = self.group is None  # collectives on host-side groups cannot be recorded
-        return wanted and self.on_gpu and alone and self.cache.dtype != FP8
+        plain = self.cache.dtype != FP8 and not self.invariant
+        return wanted and self.on_gpu and alone and plain
 
     def set_weights(self, weights: Weights) -> None:
         """Run with these from now on."""
@@ -189,12 +192,16 @@ class Runner:
         single = len(spans) if self.invariant else batch.num_decoding
         slots = torch.tensor(slots_of(spans, page), device=self.device)
         decoding, chunks = spans[:single], spans[single:]
+        if self.invariant:
+            padding = Span(0, 1, [self.cache.num_pages], 1)
+            decoding = decoding + [padding] * (-single % INVARIANT_SEQUENCES)
         made = DeviceBatch(
             slots_P=slots,
             num_decoding=single,
             decode_seqlens_B=self._int32([s.num_keys for s in decoding]),
             decode_table_BU=self._table(decoding),
             num_splits=1 if self.invariant else 0,
+            tile=INVARIANT_SEQUENCES if self.invariant else None,
         )
         if chunks:
             starts = [span.row - single for span in chunks] + [len(batch.token_ids) - single]
@@ -282,7 +289,6 @@ class DecodeGraphs:
             num_decoding=size,
             decode_seqlens_B=numbers[:, 3].contiguous(),
             decode_table_BU=numbers[:, 4:],
-            num_splits=1 if runner.invariant else 0,
         )
         attend = DeviceAttention(runner.cache, batch)
         x_PC = runner.forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)

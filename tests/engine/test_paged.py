@@ -60,7 +60,7 @@ def new_tokens(kept) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([k for k, _ in each]), torch.cat([v for _, v in each])
 
 
-def device_batch(num_decoding: int) -> DeviceBatch:
+def device_batch(num_decoding: int, tile: int | None = None) -> DeviceBatch:
     some = spans()
     width = max(len(s.pages) for s in some)
 
@@ -72,11 +72,13 @@ def device_batch(num_decoding: int) -> DeviceBatch:
         return torch.tensor(values, dtype=torch.int32)
 
     chunks = some[num_decoding:]
+    decoding = some[:num_decoding] + [Span(0, 1, [16], 1)] * (-num_decoding % (tile or 1))
     return DeviceBatch(
         slots_P=torch.tensor(slots_of(some, PAGE)),
         num_decoding=num_decoding,
-        decode_seqlens_B=int32([s.num_keys for s in some[:num_decoding]]),
-        decode_table_BU=table(some[:num_decoding]),
+        decode_seqlens_B=int32([s.num_keys for s in decoding]),
+        decode_table_BU=table(decoding),
+        tile=tile,
         chunk_starts=int32([s.row - num_decoding for s in chunks] + [16 - num_decoding]),
         chunk_seqlens=int32([s.num_keys for s in chunks]),
         chunk_table=table(chunks),
@@ -90,6 +92,8 @@ WAYS = {
     "host, query by query": lambda cache: HostAttention(cache, spans(), invariant=True),
     "gathered": lambda cache: GatheredAttention(cache, spans()),
     "pages in place": lambda cache: DeviceAttention(cache, device_batch(2)),
+    "pages in place, in tiles of 3": lambda cache: DeviceAttention(cache, device_batch(2, 3)),
+    "pages in place, in tiles of 1": lambda cache: DeviceAttention(cache, device_batch(2, 1)),
     "pages in place, no decode": lambda cache: DeviceAttention(cache, device_batch(0)),
 }
 
