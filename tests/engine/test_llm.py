@@ -108,7 +108,10 @@ def test_logprobs_are_the_trainers(decoder):
             assert abs(told.logprob - float(want[row, token_id])) < 1e-5
             top = want[row].topk(3)
             assert [t for t, _ in told.top] == top.indices.tolist()
-            assert max(abs(a - b) for (_, a), b in zip(told.top, top.values.tolist())) < 1e-5
+            assert (
+                max(abs(a - b) for (_, a), b in zip(told.top, top.values.tolist(), strict=True))
+                < 1e-5
+            )
 
 
 SAMPLED = SamplingParams(
