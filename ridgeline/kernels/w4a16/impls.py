@@ -80,7 +80,7 @@ register(
         module=f"{_PACKAGE}.cute_sm90",
         needs=("tvm_ffi",),
         config=launch_for,
-        summary="Hopper: streamed packed words below 17 rows, WGMMA from registers above",
+        summary="Hopper: streamed packed words for few rows, WGMMA from registers for more",
     )
 )
 

@@ -84,6 +84,21 @@ def test_measured_choices():
     assert configs.uses_decode(8, 28672, 8192) and not configs.uses_decode(17, 4096, 4096)
 
 
+def test_kernels_brought_from_elsewhere_count(cache, monkeypatch):
+    """Without the DSL, a cache folder with kernels and the runtime they stand on is enough."""
+    from ridgeline.kernels.w4a16 import cute_cache
+
+    monkeypatch.setattr(cute_cache.importlib.util, "find_spec", lambda name: None)
+    assert not cute_cache.can_run()
+    folder = cute_cache.cache_folder()
+    assert folder.parent == cache / "cute"
+    folder.mkdir(parents=True)
+    (folder / "w4a16_decode_0.so").touch()
+    assert not cute_cache.can_run()
+    (cache / "cute" / cute_cache.RUNTIME).touch()
+    assert cute_cache.can_run()
+
+
 def test_scales_beyond_the_range_are_refused():
     pytest.importorskip("tvm_ffi")
     from ridgeline.kernels.w4a16 import cute_sm90
