@@ -58,6 +58,9 @@ class Layout:
     pipeline, else micro_batch."""
     compile_blocks: bool = False
     """torch.compile each block (one compilation: all are alike)."""
+    async_tp: bool = False
+    """Overlap tp's collectives with its matmuls through symmetric memory (CUDA with NVLink; needs
+    sequence_parallel)."""
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
@@ -75,6 +78,8 @@ class Layout:
             )
         if self.sequence_parallel and self.tp == 1:
             raise _bad("sequence_parallel", "be off with tp = 1", "on", "raise tp or leave it out")
+        if self.async_tp and not self.sequence_parallel:
+            raise _bad("async_tp", "come with sequence_parallel", "alone", "switch both on")
         self._check_pipeline()
         self._check_reduce()
 
