@@ -19,7 +19,7 @@ from torch import nn
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder, DecoderPart, initial_value
 from ridgeline.parallel import clip, fsdp
-from ridgeline.parallel.activations import wrap_block
+from ridgeline.parallel.activations import overlap_tensor_parallel, wrap_block
 from ridgeline.parallel.boxes import Box, box_of
 from ridgeline.parallel.collectives import Group
 from ridgeline.parallel.context import ContextPlan, local_micro_batch
@@ -67,6 +67,8 @@ class ParallelModel:
     ) -> None:
         self.config, self.world, self.options = config, world, options
         layout = world.layout
+        if layout.async_tp:
+            overlap_tensor_parallel(world.device)
         self._plan_of = plan_of
         self._axis = _axis(world)
         self._shapes = whole_shapes(config)

@@ -238,6 +238,17 @@ def _wrong_order(rank: int, layout: Layout) -> int:
     return refused
 
 
+def _asynchronous(rank: int, layout: Layout) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        build(layout, TINY)
+    return str(caught.value)
+
+
+def test_overlap_without_a_gpu_is_refused():
+    layout = Layout(tp=2, sequence_parallel=True, compile_blocks=True, async_tp=True)
+    assert "async_tp must run on GPUs, got cpu" in run_ranks(2, _asynchronous, layout)[0]
+
+
 def _failing_together(rank: int) -> tuple[str, str]:
     def check() -> int:
         if rank == 1:
