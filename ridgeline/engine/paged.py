@@ -14,9 +14,11 @@ traffic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ridgeline.core.dtypes import dtype_name
@@ -64,6 +66,15 @@ def page_tokens_of(shape: DecoderConfig, dtype: torch.dtype, device: torch.devic
     return max(LEAST_PAGE_TOKENS, getattr(tile, "block_n", LEAST_PAGE_TOKENS))
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU memory that is taken page by page as it is first written (NumPy callocs), so
+    that a server starts at once and a large cache costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class PagedKV:
     """The cache's tensors. One page more than `num_pages` is for padding rows of a graph."""
 
@@ -79,8 +90,8 @@ class PagedKV:
     ) -> None:
         self.num_pages, self.page_tokens, self.dtype = num_pages, page_tokens, dtype
         shape = (config.num_layers, num_pages + 1, page_tokens, kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
         self.k_scale = self.v_scale = None
         if dtype == FP8:
             self.k_scale = torch.ones(shape[:-1], dtype=torch.float32, device=device)

@@ -218,7 +218,7 @@ def test_what_is_refused(decoder, model_folder, tmp_path):
     with pytest.raises(UserError, match="the model must fit in .* got .*weights"):
         LLM(model_folder, EngineConfig(memory_gib=0.0005))
     with pytest.raises(ValueError, match="engine: num_pages must hold 128 tokens"):
-        LLM(decoder, EngineConfig(num_pages=7))
+        LLM(decoder, EngineConfig(num_pages=7, max_model_len=128))
     assert not llm.core.requests
 
 

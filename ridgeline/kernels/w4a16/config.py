@@ -20,7 +20,7 @@ DECODE_ROWS = 16
 """Most rows of the decode kernel; above 8 on large layers, and above it on all, WGMMA is faster."""
 _DECODE_BYTES = 60e6
 """Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us against 37.9 on (8192, 28672)
-at 16 rows, 38.4 / 47.7 on (28672, 8192), 18.7 / 18.2 on (8192, 10240); one H200, 2026-11-29."""
+at 16 rows; one H200, 2026-11-29."""
 
 
 def uses_decode(m: int, n: int, k: int) -> bool:

@@ -24,7 +24,7 @@ def test_counts_and_times(server, engine, tmp_path, load):
     assert (result["answered"], result["requests"], result["failed"]) == (6, 6, {})
     assert result["output_tokens"] == 30 and result["prompt_tokens"] == 48
     assert 5 <= result["ttft_ms"]["p50"] <= result["latency_ms"]["max"]
-    assert 4 <= result["inter_token_ms"]["p50"] < 100
+    assert 4 <= result["inter_token_ms"]["p50"] < 2000
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert len(kept["requests"]) == 6 and kept["result"]["model"] == "echo"
     assert all(1 <= len(row["arrivals_s"]) <= 5 for row in kept["requests"])  # half characters wait
