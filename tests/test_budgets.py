@@ -20,7 +20,6 @@ PUBLIC_SIGNATURES = {
     "flash_attn_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func",
-    "flex_attn_func",
     "backward",  # the contract of an attention implementation: kernels/attention/problem.py
 }
 
