@@ -26,7 +26,7 @@ def interpreted() -> dict[str, str | None]:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
