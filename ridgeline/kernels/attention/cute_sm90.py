@@ -305,7 +305,7 @@ def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], 
 def _backward_plan(
     problem: AttentionProblem, device: int
 ) -> tuple[Callable[..., None], int, int, BackwardConfig, AttentionProblem]:
-    """(kernel, key/value heads of a section, whether a head's blocks run together, tile, problem)."""
+    """(kernel, heads of a section, whether a head runs at once, tile, problem)."""
     arch = _arch(device)
     config = backward_config(problem, arch)
     kernel = library.kernel(backward_traits(problem), config)
