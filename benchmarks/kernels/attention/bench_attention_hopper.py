@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--fa3", type=pathlib.Path, help="library of vLLM's FlashAttention-3")
     parser.add_argument("--commit", help="of the kernels; default: git's")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each implementation")
+    parser.add_argument("--target-ms", type=float, default=9.0, help="length of a turn")
     parser.add_argument("--directions", nargs="+", default=["fwd", "bwd"])
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next cell")
     args = parser.parse_args()
@@ -335,7 +336,7 @@ def main() -> None:
             continue
         error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
         assert error is None or error <= 2.0, (cell, error)
-        times = measure(calls(cell, args.fa3 is not None), args.rounds)
+        times = measure(calls(cell, args.fa3 is not None), args.rounds, args.target_ms)
         with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
             for name, us in times.items():
                 row = row_of(cell, us, common["ceiling"])

@@ -13,10 +13,12 @@ the user cache (cute/library.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import tvm_ffi
@@ -48,6 +50,8 @@ from ridgeline.kernels.attention.problem import (
 )
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
+_plans: dict[tuple[Any, ...], Any] = {}
+_MOST_PLANS = 4096
 
 
 def forward(
@@ -63,15 +67,14 @@ def forward(
     cu_seqlens -> out_PHV, lse [H, P]. Strides are free but for the last; views that TMA cannot
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
-    problem = problem_of(q, k, v, options, extras)
-    kernel, section, num_units = _plan(problem, q.device.index)
+    kernel, section, num_units = _planned("fwd", q, k, v, options, extras)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (*q.shape[0:3:2], q.shape[1])
+    lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     if q.shape[0] == 0:
         return out, lse
     left, right = window(options)
-    with torch.cuda.device(q.device), tvm_ffi.use_torch_stream():
+    with _launching_on(q.device):
         kernel(
             *(readable_by_tma(x) for x in (q, k, v)),
             out,
@@ -106,12 +109,7 @@ def backward(
 
     Shapes: as forward's, dout and out alike. Views that TMA cannot read are copied.
     """
-    problem = replace(
-        problem_of(q, k, v, options, extras),
-        direction="bwd",
-        deterministic=options.deterministic,
-    )
-    kernel, section, together, config = _backward_plan(problem, q.device.index)
+    kernel, section, together, config, problem = _planned("bwd", q, k, v, options, extras)
     # Packed: rows behind the last sequence belong to no tile.
     new = torch.zeros_like if problem.varlen else torch.empty_like
     dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -126,7 +124,7 @@ def backward(
     if options.deterministic:
         turns = torch.empty((tiles, problem.heads, 1), dtype=torch.int32, device=q.device)
     left, right = window(options)
-    with torch.cuda.device(q.device), tvm_ffi.use_torch_stream():
+    with _launching_on(q.device):
         kernel(
             *(readable_by_tma(x) for x in (q, k, v, out, dout)),
             lse_ln,
@@ -252,6 +250,49 @@ def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
     return files
 
 
+def _planned(
+    direction: Literal["fwd", "bwd"],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    extras: AttentionExtras,
+) -> Any:
+    """The plan of a call, found by a key that is cheap to make: a problem takes 50 us."""
+    starts, sinks, used = extras.cu_seqlens_q, extras.sinks_H, extras.seqused_k
+    packed = None if starts is None else (starts.shape[0], extras.max_seqlen_q, extras.max_seqlen_k)
+    tensors = (q.shape, k.shape, v.shape, q.dtype, q.device.index)
+    key = (direction, tensors, options, packed, sinks is None, used is None)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = replace(
+            problem_of(q, k, v, options, extras),
+            direction=direction,
+            deterministic=direction == "bwd" and options.deterministic,
+        )
+        make = _plan if direction == "fwd" else _backward_plan
+        plan = make(problem, q.device.index)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+@contextlib.contextmanager
+def _launching_on(device: torch.device) -> Iterator[None]:
+    """Kernels go to PyTorch's current stream of that device."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    other = torch.cuda.current_device() != device.index
+    with torch.cuda.device(device) if other else contextlib.nullcontext():
+        with tvm_ffi.use_raw_stream(_ffi_device(device.index or 0), stream):
+            yield
+
+
+@functools.cache
+def _ffi_device(index: int) -> Any:
+    return tvm_ffi.device("cuda", index)
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], int, int]:
     """(kernel, heads of a section, SMs): what a call needs beside its tensors, once a shape."""
@@ -263,13 +304,13 @@ def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], 
 @functools.lru_cache(maxsize=1024)
 def _backward_plan(
     problem: AttentionProblem, device: int
-) -> tuple[Callable[..., None], int, int, BackwardConfig]:
-    """(kernel, key/value heads of a section, whether a head's blocks run at once, tile)."""
+) -> tuple[Callable[..., None], int, int, BackwardConfig, AttentionProblem]:
+    """(kernel, heads of a section, whether a head runs at once, tile, problem)."""
     arch = _arch(device)
     config = backward_config(problem, arch)
     kernel = library.kernel(backward_traits(problem), config)
     together = int(run_together(problem, config, arch))
-    return kernel, backward_section(problem, arch), together, config
+    return kernel, backward_section(problem, arch), together, config, problem
 
 
 @functools.cache

@@ -171,7 +171,8 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig]:
 
 def run_together(problem: AttentionProblem, config: BackwardConfig, arch: Arch) -> bool:
     """Whether all blocks of keys of a head are on the device at once: one a multiprocessor, and
-    numbered one after the other. A deterministic backward may then let each wait for any other."""
+    numbered one after the other. A deterministic backward without a mask may then let each wait for
+    any other."""
     num_blocks = -(-problem.seqlen_k // keys_per_block(config))
     return problem.deterministic and not problem.varlen and num_blocks <= arch.num_units
 

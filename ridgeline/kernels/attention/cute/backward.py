@@ -67,6 +67,9 @@ class Backward:
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
+        # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
+        # then whatever is waited for has started before.
+        self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
 
     # ---- host -----------------------------------------------------------------------------------
     @cute.jit
@@ -261,10 +264,16 @@ class Backward:
         if cutlass.const_expr(self.traits.varlen):
             num_heads = tensors.mK.shape[2]
             head = index % num_heads
-            block, batch = self._packed_block(tensors, index // num_heads)
+            number = index // num_heads
+            if cutlass.const_expr(self.last_keys_first):
+                grid, _, _ = cute.arch.grid_dim()
+                number = grid // num_heads - 1 - number
+            block, batch = self._packed_block(tensors, number)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
-            block = tensors.num_key_blocks - 1 - block  # a causal mask leaves the first most work
+            if cutlass.const_expr(not self.last_keys_first):
+                # A causal mask leaves the first keys most work: they start first.
+                block = tensors.num_key_blocks - 1 - block
         extent = tensors.tiles.lengths.extent(batch)
         block_k = keys_per_block(self.config)
         queries = query_range(

@@ -49,7 +49,7 @@ class Walk:
     block_q: int
     block_k: int
     together: Any
-    """Whether all blocks of keys of a head run at once."""
+    """Whether all blocks of keys of a head run at once; read only without a mask."""
     integer: Any
     """min, max and select of the integers above."""
 
@@ -110,31 +110,24 @@ def turn(
 ) -> Any:
     """How many blocks of keys add to a block of queries before this one, in deterministic order.
 
-    together: all blocks of a head run at once. Each adds as soon as its walk comes by: blocks start
-    apart (at the diagonal, or spread over the queries where there is none), so those with more keys
-    behind them come first and nobody waits for long. Else blocks start in the order of their
-    numbers, and only smaller ones may be waited for.
+    Under a mask the last keys that are seen come first: walks start at the diagonal, so that is
+    the order in which they come by, and blocks must start in it. Without a mask and with all blocks
+    of a head running at once (together), walks start spread over the queries, and again the order
+    is that in which they come by; else it is that of the blocks' numbers, in which they start.
     """
     left, right = window
-    rows, shift, keys = walk.block_q, walk.shift, walk.block_k
-    first = 0
-    if left is not None:
-        # A block's last query is its last key - shift + left.
-        first = walk.integer.maximum(query_block * rows + shift - left, 0) // keys
+    last = walk.num_key_blocks - 1
     if right is not None:
-        last_query = (query_block + 1) * rows - 1 + shift + right
-        last = walk.integer.minimum(walk.num_key_blocks - 1, last_query // keys)
-        together = last - key_block
-    elif left is not None:
-        together = walk.num_key_blocks - 1 - key_block
-    else:
-        # Block n starts at query block n * num_query_blocks // num_key_blocks.
-        reached = (query_block + 1) * walk.num_key_blocks + walk.num_query_blocks - 1
-        started = reached // walk.num_query_blocks
-        together = started - 1 - key_block
-        wrapped = together + walk.num_key_blocks
-        together = walk.integer.choose(together < 0, wrapped, together)
-    return walk.integer.choose(walk.together, together, key_block - first)
+        last_query = (query_block + 1) * walk.block_q - 1 + walk.shift + right
+        return walk.integer.minimum(last, last_query // walk.block_k) - key_block
+    if left is not None:
+        return last - key_block
+    # Block n starts at query block n * num_query_blocks // num_key_blocks.
+    reached = (query_block + 1) * walk.num_key_blocks + walk.num_query_blocks - 1
+    in_order = reached // walk.num_query_blocks - 1 - key_block
+    wrapped = in_order + walk.num_key_blocks
+    in_order = walk.integer.choose(in_order < 0, wrapped, in_order)
+    return walk.integer.choose(walk.together, in_order, key_block)
 
 
 def query_range(
