@@ -74,31 +74,32 @@ class Generation:
 class LLM:
     """A loaded model with its cache.
 
-    model: a Hugging Face folder, plain or quantized, or a Decoder in memory (with a tokenizer for
-    text; without one prompts are token ids and outputs have no text).
+    model: a Hugging Face folder, plain or quantized, or a Decoder or Weights in memory (with a
+    tokenizer for text; without one prompts are token ids and outputs have no text).
     Raises: UserError for a folder that is not a model, or one that does not fit.
     """
 
     def __init__(
         self,
-        model: Path | str | Decoder,
+        model: Path | str | Decoder | Weights,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
         name: str | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        opened = None if isinstance(model, Decoder) else _open(Path(model), self.config)
+        opened = _open(Path(model), self.config) if isinstance(model, Path | str) else None
         self.folder = None if opened is None else opened.folder
-        decoder = model if isinstance(model, Decoder) else _decoder_of(opened)
         self.tokenizer = tokenizer if opened is None else opened.tokenizer
-        device = next(decoder.parameters()).device
+        source = model if opened is None else opened.model
+        assert isinstance(source, Decoder | Weights)
+        device = source.device if isinstance(source, Weights) else _device_of(source)
         self.group = tp.start(device)
         self.shard = _shard_of(self.group)
-        weights = self._weights(decoder)
-        self.shape = decoder.config
+        weights = source if isinstance(source, Weights) else self._weights(source)
+        self.shape = weights.config
         self.plan = plan_sizes(
-            decoder.config,
+            self.shape,
             _resident_bytes(weights) * self.shard.ranks,
             weights.dtype,
             device,
@@ -228,7 +229,7 @@ class LLM:
         Raises: ReloadError for another architecture, dtype or tokenizer; UserError as open_model.
         """
         opened = _open(Path(folder), replace(self.config, dtype=self.info.dtype))
-        decoder = _decoder_of(opened)
+        decoder = opened.model
         if decoder.config != self.shape:
             differ = _differences(decoder.config, self.shape)
             raise ReloadError(
@@ -283,7 +284,7 @@ class LLM:
             num_pages=self.plan.num_pages,
             page_tokens=self.plan.page_tokens,
             kv_heads=weights.kv_heads,
-            dtype=kv_dtype_of(self.config, weights.dtype),
+            dtype=kv_dtype_of(self.config, weights.dtype, weights.device),
             device=weights.device,
         )
         return Runner(
@@ -356,9 +357,8 @@ def _shard_of(group: tp.Group | None) -> Shard:
     return Shard() if group is None else Shard(rank=group.rank, ranks=group.ranks)
 
 
-def _decoder_of(opened: OpenModel | None) -> Decoder:
-    assert opened is not None
-    return opened.model
+def _device_of(decoder: Decoder) -> torch.device:
+    return next(decoder.parameters()).device
 
 
 def _resident_bytes(weights: Weights) -> int:
@@ -366,7 +366,9 @@ def _resident_bytes(weights: Weights) -> int:
     table = weights.embedding_VC
     embedding = table.numel() * table.element_size()
     head = 0 if weights.config.tie_embeddings else weights.head.resident_bytes()
-    return sum(linear.resident_bytes() for linear in linears) + embedding + head
+    norms = [n for w in weights.layers for n in (w.input_norm, w.mlp_norm, w.q_norm, w.k_norm)]
+    small = sum(n.numel() * n.element_size() for n in [*norms, weights.norm] if n is not None)
+    return sum(linear.resident_bytes() for linear in linears) + embedding + head + small
 
 
 def _batches(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[Sequence[int]]]:

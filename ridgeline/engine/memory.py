@@ -105,7 +105,7 @@ def plan_sizes(
     """The plan for a model of known size. Raises: UserError where it does not fit."""
     arch, on_gpu = detect(device), device.type == "cuda"
     weights_bytes = math.ceil(weights_bytes / ranks)
-    kv_dtype = kv_dtype_of(config, dtype)
+    kv_dtype = kv_dtype_of(config, dtype, device)
     page_tokens = config.page_tokens or page_tokens_of(shape, dtype, device)
     kv_bytes = _kv_bytes_per_token(shape, kv_dtype) // ranks
     seqs, step_tokens = config.seqs(on_gpu), config.step_tokens(on_gpu)
@@ -123,7 +123,7 @@ def plan_sizes(
             num_pages = min(num_pages, wanted)
     fits = num_pages * page_tokens
     needed = config.max_model_len or min(longest, 512)
-    if config.num_pages is not None and fits < needed:
+    if config.num_pages is not None and fits < (config.max_model_len or 0):
         raise bad_value(
             "engine",
             "num_pages",
@@ -131,7 +131,7 @@ def plan_sizes(
             num_pages,
             "raise it or lower max_model_len",
         )
-    if fits < min(needed, longest):
+    if config.num_pages is None and fits < min(needed, longest):
         raise UserError(
             _does_not_fit(
                 budget, weights_bytes, activations + graphs, needed * kv_bytes, config.dtype
@@ -155,14 +155,20 @@ def plan_sizes(
     )
 
 
-def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The cache's dtype; keys and values in 16 or 32 bits are the activations' own.
 
-    Raises: UserError for a cache in another dtype than the activations that is not FP8.
+    Raises: UserError for a cache in another dtype than the activations that is not FP8, and for FP8
+    where it cannot be batch-invariant.
     """
     if config.kv_dtype == "auto":
         return dtype
     if config.kv_dtype == "fp8":
+        if config.batch_invariant and device.type == "cuda":
+            raise UserError(
+                "engine: kv_dtype must not be fp8 with batch_invariant on a GPU, got both; "
+                "choose one"
+            )
         return FP8
     wanted = torch_dtype(config.kv_dtype)
     if wanted != dtype:

@@ -14,9 +14,11 @@ traffic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ridgeline.core.dtypes import dtype_name
@@ -64,6 +66,15 @@ def page_tokens_of(shape: DecoderConfig, dtype: torch.dtype, device: torch.devic
     return max(LEAST_PAGE_TOKENS, getattr(tile, "block_n", LEAST_PAGE_TOKENS))
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU memory that is taken page by page as it is first written (NumPy callocs), so
+    that a server starts at once and a large cache costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class PagedKV:
     """The cache's tensors. One page more than `num_pages` is for padding rows of a graph."""
 
@@ -79,8 +90,8 @@ class PagedKV:
     ) -> None:
         self.num_pages, self.page_tokens, self.dtype = num_pages, page_tokens, dtype
         shape = (config.num_layers, num_pages + 1, page_tokens, kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
         self.k_scale = self.v_scale = None
         if dtype == FP8:
             self.k_scale = torch.ones(shape[:-1], dtype=torch.float32, device=device)
@@ -117,6 +128,15 @@ class PagedKV:
         k_scale, v_scale = self.flat_k_scale[layer][slots], self.flat_v_scale[layer][slots]
         return k * k_scale[..., None].to(dtype), v * v_scale[..., None].to(dtype)
 
+    def key_slots(self, span: Span) -> slice | torch.Tensor:
+        """Slots of a sequence's keys, in order; a slice where its pages are neighbours."""
+        size = self.page_tokens
+        used = span.pages[: -(-span.num_keys // size)]
+        if used == list(range(used[0], used[0] + len(used))):
+            return slice(used[0] * size, used[0] * size + span.num_keys)
+        starts = torch.tensor(used, dtype=torch.int64) * size
+        return (starts[:, None] + torch.arange(size)).flatten()[: span.num_keys]
+
     def num_bytes(self) -> int:
         """Bytes that the tensors take."""
         tensors = [self.k, self.v, self.k_scale, self.v_scale]
@@ -152,18 +172,6 @@ def slots_of(spans: Sequence[Span], page_tokens: int) -> list[int]:
     return slots
 
 
-def _key_slots(span: Span, page_tokens: int) -> slice | torch.Tensor:
-    used = span.pages[: -(-span.num_keys // page_tokens)]
-    if used[-1] - used[0] == len(used) - 1 and all(
-        after - before == 1 for before, after in zip(used, used[1:], strict=False)
-    ):
-        start = used[0] * page_tokens
-        return slice(start, start + span.num_keys)
-    starts = torch.tensor(used, dtype=torch.int64) * page_tokens
-    every = starts[:, None] + torch.arange(page_tokens)
-    return every.flatten()[: span.num_keys]
-
-
 class HostAttention:
     """Attention of a step on a CPU, sequence by sequence.
 
@@ -175,7 +183,7 @@ class HostAttention:
     def __init__(self, cache: PagedKV, spans: Sequence[Span], *, invariant: bool = False) -> None:
         self.cache = cache
         self.slots_P = torch.tensor(slots_of(spans, cache.page_tokens), dtype=torch.int64)
-        self.spans = [(span, _key_slots(span, cache.page_tokens)) for span in spans]
+        self.spans = [(span, cache.key_slots(span)) for span in spans]
         self.invariant = invariant
 
     def attend(
@@ -238,6 +246,9 @@ class DeviceBatch:
     max_rows: int = 0
     max_keys: int = 0
     num_splits: int = 0
+    tile: int | None = None
+    """Decoding sequences a call, always so many (lengths and table are padded to a multiple): the
+    kernel then is the same for any batch."""
 
 
 class DeviceAttention:
@@ -254,25 +265,36 @@ class DeviceAttention:
         v_PGD: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
+        self.cache.append(layer, self.batch.slots_P, k_PGD, v_PGD)
+        return self.read(layer, q_PHD, window)
+
+    def read(self, layer: int, q_PHD: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Attention once the step's keys and values are in the cache."""
         cache, batch = self.cache, self.batch
-        cache.append(layer, batch.slots_P, k_PGD, v_PGD)
         bounds = (-1, -1) if window is None else (window - 1, 0)
         k_pages, v_pages = cache.k[layer], cache.v[layer]
         B = batch.num_decoding
         parts: list[torch.Tensor] = []
         if B:
-            out = flash_attn_with_kvcache(
-                q_PHD[:B, None],
-                k_pages,
-                v_pages,
-                cache_seqlens=batch.decode_seqlens_B,
-                block_table=batch.decode_table_BU,
-                causal=True,
-                window_size=bounds,
-                num_splits=batch.num_splits,
-            )
-            assert isinstance(out, torch.Tensor)
-            parts.append(out[:, 0])
+            q_BHD = q_PHD[:B]
+            padded = batch.decode_seqlens_B.shape[0]
+            if padded > B:
+                q_BHD = torch.cat((q_BHD, q_BHD.new_zeros(padded - B, *q_BHD.shape[1:])))
+            size = batch.tile or padded
+            for start in range(0, padded, size):
+                tile = slice(start, start + size)
+                out = flash_attn_with_kvcache(
+                    q_BHD[tile, None],
+                    k_pages,
+                    v_pages,
+                    cache_seqlens=batch.decode_seqlens_B[tile],
+                    block_table=batch.decode_table_BU[tile],
+                    causal=True,
+                    window_size=bounds,
+                    num_splits=batch.num_splits,
+                )
+                assert isinstance(out, torch.Tensor)
+                parts.append(out[: B - start, 0])
         if batch.chunk_starts is not None:
             assert batch.chunk_seqlens is not None
             out = flash_attn_varlen_func(
@@ -304,7 +326,7 @@ class GatheredAttention:
         keys: list[torch.Tensor] = []
         starts_q, starts_k = [0], [0]
         for span in spans:
-            slots = _key_slots(span, cache.page_tokens)
+            slots = cache.key_slots(span)
             if isinstance(slots, slice):
                 slots = torch.arange(slots.start, slots.stop)
             keys.append(slots)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from ridgeline.engine.device_forward import DeviceForward
 from ridgeline.engine.forward import Attend, Forward
+from ridgeline.engine.host_decode import HostDecoder
 from ridgeline.engine.paged import (
     FP8,
     DeviceAttention,
@@ -31,6 +33,8 @@ from ridgeline.engine.tp import Group
 from ridgeline.engine.weights import Weights
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+INVARIANT_SEQUENCES = 64
+"""Queries of one attention call in batch-invariant mode on a GPU."""
 EAGER_STEPS = 2
 """Steps of a size before it is recorded."""
 
@@ -115,13 +119,18 @@ class Runner:
 
     def _may_record(self, wanted: bool) -> bool:
         alone = self.group is None  # collectives on host-side groups cannot be recorded
-        return wanted and self.on_gpu and alone and self.cache.dtype != FP8
+        plain = self.cache.dtype != FP8 and not self.invariant
+        return wanted and self.on_gpu and alone and plain
 
     def set_weights(self, weights: Weights) -> None:
         """Run with these from now on."""
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
-        self.forward = Forward(weights, self.max_model_len, reduce)
+        kind = DeviceForward if self.on_gpu else Forward
+        self.forward = kind(weights, self.max_model_len, reduce)
+        self.host_decoder = None
+        if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
+            self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
         if self.graphs is not None:
             self.graphs.forget()
 
@@ -132,6 +141,8 @@ class Runner:
             recorded = self.graphs.run(batch)
             if recorded is not None:
                 return recorded
+        if self.host_decoder is not None and len(batch.token_ids) == 1 and batch.rows:
+            return self.host_decoder.run(batch.token_ids[0], batch.spans[0])
         token_ids = torch.tensor(batch.token_ids, device=self.device)
         positions = torch.tensor(batch.positions(), device=self.device)
         x_PC = self.forward.hidden(token_ids, positions, self._attend(batch))
@@ -181,12 +192,16 @@ class Runner:
         single = len(spans) if self.invariant else batch.num_decoding
         slots = torch.tensor(slots_of(spans, page), device=self.device)
         decoding, chunks = spans[:single], spans[single:]
+        if self.invariant:
+            padding = Span(0, 1, [self.cache.num_pages], 1)
+            decoding = decoding + [padding] * (-single % INVARIANT_SEQUENCES)
         made = DeviceBatch(
             slots_P=slots,
             num_decoding=single,
             decode_seqlens_B=self._int32([s.num_keys for s in decoding]),
             decode_table_BU=self._table(decoding),
             num_splits=1 if self.invariant else 0,
+            tile=INVARIANT_SEQUENCES if self.invariant else None,
         )
         if chunks:
             starts = [span.row - single for span in chunks] + [len(batch.token_ids) - single]
@@ -270,14 +285,13 @@ class DecodeGraphs:
     def _step(self, size: int) -> torch.Tensor:
         runner, numbers = self.runner, self.device[:size]
         batch = DeviceBatch(
-            slots_P=numbers[:, 2].long(),
+            slots_P=numbers[:, 2].contiguous(),
             num_decoding=size,
             decode_seqlens_B=numbers[:, 3].contiguous(),
             decode_table_BU=numbers[:, 4:],
-            num_splits=1 if runner.invariant else 0,
         )
         attend = DeviceAttention(runner.cache, batch)
-        x_PC = runner.forward.hidden(numbers[:, 0].long(), numbers[:, 1].long(), attend)
+        x_PC = runner.forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)
         return runner.forward.logits(x_PC)
 
     def _record(self, size: int) -> _Recorded:

@@ -10,6 +10,7 @@ Golden words: codes 0..7 at 4 bits -> 0x76543210; codes i mod 8, i < 32, at 3 bi
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 
@@ -72,6 +73,8 @@ def unpack_bits(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
             "check the bit width in the config",
         )
     words = words.movedim(dim, -1)
+    if bits in (4, 8) and words.dtype == torch.int32 and sys.byteorder == "little":
+        return _unpack_bytes(words, bits).movedim(-1, dim).contiguous()
     words = words.reshape(*words.shape[:-1], count // per_block, per_block).long() & 0xFFFFFFFF
     mask = 2**bits - 1
     codes = []
@@ -82,6 +85,15 @@ def unpack_bits(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
             code = code | (words[..., word + 1] << (32 - shift))
         codes.append((code & mask).to(torch.uint8))
     return torch.stack(codes, dim=-1).flatten(-2).movedim(-1, dim).contiguous()
+
+
+def _unpack_bytes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """4- and 8-bit codes along the last dim, without wider integers: a word's bytes in memory are
+    its codes, two to a byte at 4 bits, the low half first."""
+    whole = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return whole
+    return torch.stack((whole & 15, whole >> 4), dim=-1).flatten(-2)
 
 
 def pack_padded(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

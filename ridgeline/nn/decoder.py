@@ -49,9 +49,11 @@ class DecoderBody(nn.Module):
     def __init__(self, config: DecoderConfig, part: DecoderPart, dtype: torch.dtype) -> None:
         super().__init__()
         C = config.hidden_size
-        self.embed_tokens = (
-            nn.Embedding(config.vocab_size, C, device=META, dtype=dtype) if part.embed else None
-        )
+        self.embed_tokens = None
+        if part.embed:
+            # Given its weight it is not filled: filling one on meta imports all of torch._dynamo.
+            table = torch.empty(config.vocab_size, C, device=META, dtype=dtype)
+            self.embed_tokens = nn.Embedding(config.vocab_size, C, _weight=table)
         self.layers = LayerList(
             {
                 layer: Block(config, layer, META, dtype)

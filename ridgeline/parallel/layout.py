@@ -59,8 +59,8 @@ class Layout:
     compile_blocks: bool = False
     """torch.compile each block (one compilation: all are alike)."""
     async_tp: bool = False
-    """Overlap tp's collectives with its matmuls through symmetric memory (CUDA with NVLink; needs
-    sequence_parallel)."""
+    """Let the compiler overlap tp's collectives with its matmuls by symmetric memory (CUDA with
+    NVLink; needs sequence_parallel and compile_blocks)."""
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
@@ -78,8 +78,13 @@ class Layout:
             )
         if self.sequence_parallel and self.tp == 1:
             raise _bad("sequence_parallel", "be off with tp = 1", "on", "raise tp or leave it out")
-        if self.async_tp and not self.sequence_parallel:
-            raise _bad("async_tp", "come with sequence_parallel", "alone", "switch both on")
+        if self.async_tp and not (self.sequence_parallel and self.compile_blocks):
+            raise _bad(
+                "async_tp",
+                "come with sequence_parallel and compile_blocks",
+                f"{self.sequence_parallel} and {self.compile_blocks}",
+                "switch all three on",
+            )
         self._check_pipeline()
         self._check_reduce()
 

@@ -108,7 +108,10 @@ def test_logprobs_are_the_trainers(decoder):
             assert abs(told.logprob - float(want[row, token_id])) < 1e-5
             top = want[row].topk(3)
             assert [t for t, _ in told.top] == top.indices.tolist()
-            assert max(abs(a - b) for (_, a), b in zip(told.top, top.values.tolist())) < 1e-5
+            assert (
+                max(abs(a - b) for (_, a), b in zip(told.top, top.values.tolist(), strict=True))
+                < 1e-5
+            )
 
 
 SAMPLED = SamplingParams(
@@ -215,7 +218,7 @@ def test_what_is_refused(decoder, model_folder, tmp_path):
     with pytest.raises(UserError, match="the model must fit in .* got .*weights"):
         LLM(model_folder, EngineConfig(memory_gib=0.0005))
     with pytest.raises(ValueError, match="engine: num_pages must hold 128 tokens"):
-        LLM(decoder, EngineConfig(num_pages=7))
+        LLM(decoder, EngineConfig(num_pages=7, max_model_len=128))
     assert not llm.core.requests
 
 

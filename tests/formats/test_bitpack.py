@@ -81,3 +81,12 @@ def test_refuses_a_ragged_dim() -> None:
         pack_bits(torch.zeros(12, dtype=torch.uint8), 4, 0)
     with pytest.raises(ValueError, match="unpack: dim 0 must be a multiple of 3 words at 3 bits"):
         unpack_bits(torch.zeros(4, dtype=torch.int32), 3, 0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("shape", "dim"), [((9, 70), 0), ((33, 16), 1), ((1, 1), 0), ((0, 4), 1)])
+def test_the_way_through_bytes_is_the_same(bits, shape, dim):
+    words = torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+    codes = unpack_bits(words, bits, dim)
+    assert torch.equal(codes, unpack_bits(words.long(), bits, dim))
+    assert codes.dtype == torch.uint8 and codes.is_contiguous()

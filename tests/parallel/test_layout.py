@@ -26,7 +26,7 @@ WORK = Workload(
         ({"tp": 0}, "tp must be at least 1, got 0"),
         ({"dp_shard": 2, "zero": 0}, "dp_shard must be 1 with zero = 0"),
         ({"sequence_parallel": True}, "sequence_parallel must be off with tp = 1"),
-        ({"tp": 2, "async_tp": True}, "async_tp must come with sequence_parallel"),
+        ({"tp": 2, "async_tp": True}, "async_tp must come with sequence_parallel and compile"),
         ({"pp": 2, "stages_per_rank": 2}, "stages_per_rank must be 1 with schedule 1f1b"),
         (
             {"pp": 2, "schedule": "interleaved", "stages_per_rank": 1},

@@ -52,6 +52,23 @@ def forward(
     return joined(parts(q, k, v, extras), q, v, one)
 
 
+def decode_one(
+    q_HD: torch.Tensor, k_TGD: torch.Tensor, v_TGV: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """One query over all keys of one sequence, [1, H * V]: what `forward` does for it, without the
+    general call's fixed cost, for a decoding loop that has checked its shapes (V = D)."""
+    G, D = k_TGD.shape[1:]
+    out_1GRV = _flash(
+        q_HD.view(1, G, -1, D),
+        k_TGD.transpose(0, 1)[None],
+        v_TGV.transpose(0, 1)[None],
+        0.0,
+        False,
+        scale=softmax_scale,
+    )[0]
+    return out_1GRV.reshape(1, -1)
+
+
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -33,6 +33,10 @@ class Where:
     rotary_interleaved: bool
 
 
+_FEW = 4
+"""Sequences up to which slices are copied one by one."""
+
+
 def positions_of(cache_seqlens: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """Positions of new tokens: int64 [B, S]."""
     steps = torch.arange(new_tokens, device=cache_seqlens.device)
@@ -72,6 +76,13 @@ def append(
 
     Shapes: k_BSGD, v_BSGV; caches [rows, T, G, D] or, with block_table, [pages, W, G, D].
     """
+    if _few_on_host(k, where):
+        rows = range(k.shape[0]) if where.kv_batch_idx is None else where.kv_batch_idx.tolist()
+        for b, (row, start) in enumerate(zip(rows, where.cache_seqlens.tolist(), strict=True)):
+            end = start + k.shape[1]
+            k_cache[row, start:end].copy_(k[b])
+            v_cache[row, start:end].copy_(v[b])
+        return
     positions_BS = positions_of(where.cache_seqlens, k.shape[1])
     if where.rotary_cos is not None and where.rotary_sin is not None:
         cos, sin = where.rotary_cos, where.rotary_sin
@@ -87,6 +98,12 @@ def append(
         index = (rows.long()[:, None].expand_as(positions_BS), positions_BS)
     k_cache.index_put_(index, k)
     v_cache.index_put_(index, v)
+
+
+def _few_on_host(k: torch.Tensor, where: Where) -> bool:
+    """Whether plain slices do: no index tensors to build for a token of a few sequences."""
+    plain = where.block_table is None and where.rotary_cos is None
+    return plain and k.device.type == "cpu" and k.shape[0] <= _FEW
 
 
 def check_append(

@@ -137,7 +137,7 @@ def server(shared) -> Iterator[Running]:
     until(lambda: shared.state.counters.inside == 0, "a request is still inside")
 
 
-def until(holds: Callable[[], bool], otherwise: str, seconds: float = 5.0) -> None:
+def until(holds: Callable[[], bool], otherwise: str, seconds: float = 20.0) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not holds():

@@ -36,7 +36,7 @@ def test_a_schema_is_followed(client, engine, said, stream):
 
 
 def test_a_json_object(client, engine):
-    engine.script = engine.tokenizer.encode('  {"a": [1, {"b": null}]} and more')
+    engine.script = engine.tokenizer.encode('{"a": [1, {"b": null}]} and more')
     kind = {"type": "json_object"}
     answer = client.chat.completions.create(**ASK, response_format=kind).choices[0]
     assert json.loads(answer.message.content) == {"a": [1, {"b": None}]}

@@ -91,7 +91,7 @@ MOD_CASES = [
     ModCase("hidden", score="hidden", mask="strided", case=_SMALL),
     ModCase("nothing", mask="nothing", case=_SMALL),
     ModCase("packed", score="curved", mask="strided", case=_PACKED),
-    ModCase("blocks-causal", mask="causal", blocks=True, case=_LONG),
+    ModCase("blocks-causal", mask="causal", blocks=True, case=cases.replace(_LONG, batch=1)),
     ModCase("blocks-documents", score="slopes", mask="documents", blocks=True, case=_LONG),
 ]
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-pytest.importorskip("cutlass", reason="the CuTe DSL (pip install ridgeline[hopper]) is not here")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
 
 from ridgeline.kernels.attention import cute_sm90
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
-from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions
+from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig
+from ridgeline.kernels.attention.problem import (
+    AttentionExtras,
+    AttentionOptions,
+    AttentionProblem,
+)
+
+BASE = AttentionProblem(
+    batch=1, seqlen_q=64, seqlen_k=64, heads=3, kv_heads=3, head_dim=64, head_dim_v=64
+)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +72,59 @@ def test_problem_of_dense_and_packed_calls() -> None:
     packed = cute_sm90.problem_of(q[0], k[0], k[0], options, extras)
     assert packed.varlen and packed.sinks
     assert (packed.batch, packed.seqlen_q, packed.seqlen_k) == (2, 4, 4)
+
+
+def test_sink_gradient_and_delta_of_tiles_against_autograd() -> None:
+    """delta read back from the kernel's tiles, dense and packed, and what the sinks get of it."""
+    block_q, heads, lengths = 64, 3, (70, 0, 130, 64)
+    config = BackwardConfig(block_q=block_q)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    rows = int(starts[-1]) + 5
+    delta = torch.randn(heads, rows)
+    tiles = rows // block_q + len(lengths)
+    statistics = torch.full((tiles, heads, 2 * block_q), float("nan"))
+    for sequence, length in enumerate(lengths):
+        first = int(starts[sequence])
+        tile = first // block_q + sequence
+        for i in range(length):
+            where = tile + i // block_q, slice(None), block_q + i % block_q
+            statistics[where] = delta[:, first + i]
+    problem = replace(BASE, batch=len(lengths), seqlen_q=130, heads=heads, varlen=True)
+    got = cute_sm90._delta(statistics, problem, config, starts, rows)
+    assert torch.equal(got[:, :-5], delta[:, :-5])
+
+    scores, sinks = torch.randn(heads, rows, 9), torch.randn(heads, requires_grad=True)
+    lse = torch.logsumexp(torch.cat((scores, sinks[:, None, None].expand(-1, rows, 1)), -1), -1)
+    weight = torch.randn(heads, rows)
+    (weight * lse)[:, :-5].sum().backward()
+    lse = lse.detach()
+    lse[:, -5:] = float("-inf")
+    # LSE's own gradient enters delta with a minus sign.
+    found = cute_sm90.sink_gradient(sinks.detach(), lse, -weight)
+    torch.testing.assert_close(found, sinks.grad)
+
+    dense = replace(BASE, batch=2, seqlen_q=100, heads=heads)
+    tiled = torch.randn(2 * 2, heads, 2 * block_q)
+    got = cute_sm90._delta(tiled, dense, config, None, 100)
+    assert got.shape == (2, heads, 100)
+    assert torch.equal(got[1, :, 70], tiled[3, :, block_q + 6])
+
+
+def test_plans_are_kept_by_what_the_problem_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(cute_sm90, "_plan", lambda problem, device: made.append(problem) or problem)
+    monkeypatch.setattr(cute_sm90, "_plans", {})
+    q, options = torch.empty(2, 7, 8, 64), AttentionOptions(softmax_scale=0.1)
+    for _ in range(2):
+        cute_sm90._planned("fwd", q, q, q, options, AttentionExtras())
+    assert len(made) == 1
+    causal = replace(options, causal=True)
+    sinks = AttentionExtras(sinks_H=torch.zeros(8))
+    for changed in (
+        ("fwd", q[:1], q[:1], q[:1], options, AttentionExtras()),
+        ("fwd", q.half(), q.half(), q.half(), options, AttentionExtras()),
+        ("fwd", q, q, q, causal, AttentionExtras()),
+        ("fwd", q, q, q, options, sinks),
+    ):
+        cute_sm90._planned(*changed)
+    assert len(made) == 5 and len(set(made)) == 5

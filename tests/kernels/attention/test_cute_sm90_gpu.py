@@ -1,4 +1,4 @@
-"""The Hopper forward on a Hopper GPU: the registry's grid, races, poison, launch overlap."""
+"""The Hopper kernels on a Hopper GPU: the registry's grid, races, poison, launch overlap."""
 
 from __future__ import annotations
 
@@ -23,6 +23,34 @@ PAIRS = [c for n, c in cases.accepted("fwd", "cuda") if n == "cute_sm90"] if HOP
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.name)
 def test_forward(case: cases.Case) -> None:
     cases.check_forward("cute_sm90", case, "cuda")
+
+
+BACKWARD = [c for n, c in cases.accepted("bwd", "cuda") if n == "cute_sm90"] if HOPPER else []
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
+def test_backward(case: cases.Case) -> None:
+    cases.check_backward("cute_sm90", case, "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_thousand_backward_repeats(head_dim: int, causal: bool, deterministic: bool) -> None:
+    """dK and dV bitwise always, dQ where the order of its additions is fixed."""
+    module = cases.module_of("cute_sm90")
+    q, k, v = (torch.randn(2, 1100, 8, head_dim, device="cuda").bfloat16() for _ in range(3))
+    options = AttentionOptions(
+        softmax_scale=1 / math.sqrt(head_dim), causal=causal, deterministic=deterministic
+    )
+    extras = AttentionExtras()
+    out, lse = module.forward(q, k, v, options, extras)
+    arguments = (torch.randn_like(out), None, q, k, v, out, lse, options, extras)
+    first = module.backward(*arguments)
+    for _ in range(1000):
+        again = module.backward(*arguments)
+        assert torch.equal(first.dk, again.dk) and torch.equal(first.dv, again.dv)
+        assert not deterministic or torch.equal(first.dq, again.dq)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

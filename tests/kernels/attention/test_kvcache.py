@@ -220,3 +220,20 @@ def test_gradients_are_refused():
     q, k, v = _sequence(4)
     with pytest.raises(NotImplementedError, match="q must not need gradients"):
         flash_attn_with_kvcache(q.requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 9])
+def test_append_of_few_and_of_many_sequences(batch):
+    lengths = torch.arange(batch, dtype=torch.int32)
+    cache = [torch.zeros(batch + 1, 16, 2, 8) for _ in range(2)]
+    k, v = torch.randn(batch, 3, 2, 8), torch.randn(batch, 3, 2, 8)
+    rows = torch.arange(batch, dtype=torch.int32).flip(0) + 1
+    out = flash_attn_with_kvcache(
+        torch.randn(batch, 1, 2, 8), *cache, k, v, cache_seqlens=lengths, cache_batch_idx=rows
+    )
+    assert isinstance(out, torch.Tensor) and out.isfinite().all()
+    for kept, new in zip(cache, (k, v), strict=True):
+        want = torch.zeros_like(kept)
+        for b in range(batch):
+            want[rows[b], b : b + 3] = new[b]
+        assert torch.equal(kept, want)

@@ -1,0 +1,387 @@
+"""Decoding of one sequence through the engine, end to end, beside its floor and Transformers.
+
+    python benchmarks/engine/bench_engine.py --device cpu --results benchmarks/results/cpu
+        SmolLM2-135M, our 4-bit folder (rounded here, or --model FOLDER) against Transformers in
+        bf16 and fp32 on the same threads, in turns
+    python benchmarks/engine/bench_engine.py --device cuda --results benchmarks/results/h200
+        Llama-3-8B's shape with random weights: bf16 and W4A16 (group 128, bf16 head), CUDA graphs;
+        then log-probabilities of the engine against the trainer's forward in bf16
+
+A step is everything between two tokens: schedule, launch, sample, detokenise. tokens_per_s is from
+the median step; tbps counts the bytes that a step must read (weights once, the cache once). Weights
+on a GPU are random: speed does not depend on them. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.cli.stages.weights import model_folder
+from ridgeline.core.arch import detect
+from ridgeline.engine.llm import LLM, EngineConfig
+from ridgeline.engine.load import open_model
+from ridgeline.engine.params import SamplingParams
+from ridgeline.engine.weights import Dense, LayerWeights, Packed, Shard, Weights
+from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
+from ridgeline.kernels.w4a16.op import prepare
+from ridgeline.nn.config import DecoderConfig
+from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.hf import copy_tokenizer, load_hf_config, state_tensors
+from ridgeline.quant.calibrate import quantize_model
+from ridgeline.quant.checkpoint import save_quantized
+from ridgeline.quant.recipe import Recipe
+from ridgeline.train.presets import preset
+
+WARM_STEPS = 8
+"""Left out at the start of each run: graphs are recorded in them."""
+GROUP = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--results", type=Path, required=True, help="folder of serve.jsonl")
+    parser.add_argument("--model", type=Path, help="cpu: a 4-bit folder to run")
+    parser.add_argument("--threads", type=int, default=2, help="cpu: of everybody")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=0, help="default: 48 (cpu), 256 (cuda)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=0, help="cuda: fewer layers, for a trial")
+    parser.add_argument("--commit", default="", help="default: git's")
+    args = parser.parse_args()
+    args.new_tokens = args.new_tokens or (48 if args.device == "cpu" else 256)
+    args.run = uuid.uuid4().hex[:12]
+    rows = on_cpu(args) if args.device == "cpu" else on_gpu(args)
+    args.results.mkdir(parents=True, exist_ok=True)
+    with open(args.results / "serve.jsonl", "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    print(json.dumps({"run": args.run, "rows": len(rows)}))
+
+
+def row_of(args: argparse.Namespace, impl: str, **values: Any) -> dict[str, Any]:
+    arch = detect(args.device)
+    row = {
+        "op": "serve",
+        "impl": impl,
+        "run": args.run,
+        "gpu": "cpu" if args.device == "cpu" else arch.device,
+        "batch": 1,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        **values,
+        "commit": args.commit or commit(),
+        "versions": {"torch": torch.__version__},
+        "date": datetime.date.today().isoformat(),
+    }
+    if args.device == "cpu":
+        row |= {"threads": args.threads, "cpu": arch.device}
+    print({k: v for k, v in row.items() if k in SHOWN}, flush=True)
+    return row
+
+
+SHOWN = ("impl", "model", "weights", "tokens_per_s", "itl_ms_p50", "ttft_ms_p50", "tbps")
+SHOWN += ("percent_of_ceiling", "graph_ms", "rms_nats")
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    told = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+# ---- ours ------------------------------------------------------------------------------------
+
+
+def decode(llm: LLM, args: argparse.Namespace) -> tuple[float, list[float]]:
+    """(seconds to the first token, seconds of each later step) of one request."""
+    params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
+    prompt = [(17 * i + 3) % 1000 + 1 for i in range(args.prompt_tokens)]
+    request = llm.request(prompt, params, salt=uuid.uuid4().hex)  # no prefix of an earlier round
+    marks = [time.perf_counter()]
+    llm.core.add(request, args.new_tokens)
+    while llm.core.has_work:
+        if any(output.deltas for output in llm.core.step()):
+            marks.append(time.perf_counter())
+    steps = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    assert len(steps) == args.new_tokens
+    return steps[0], steps[1:]
+
+
+def summary(first: list[float], steps: list[float], step_bytes: float | None) -> dict[str, Any]:
+    median = statistics.median(steps)
+    low, *_, high = statistics.quantiles(steps, n=5)
+    found: dict[str, Any] = {
+        "tokens_per_s": round(1 / median, 2),
+        "ttft_ms_p50": round(1e3 * statistics.median(first), 3),
+        "itl_ms_p50": round(1e3 * median, 4),
+        "itl_ms_p20": round(1e3 * low, 4),
+        "itl_ms_p80": round(1e3 * high, 4),
+    }
+    if step_bytes is not None:
+        found |= {"bytes_per_step": int(step_bytes), "tbps": round(step_bytes / median / 1e12, 4)}
+    return found
+
+
+def step_bytes(llm: LLM, args: argparse.Namespace) -> float:
+    kept = args.prompt_tokens + args.new_tokens / 2
+    return llm.counters.weight_bytes + kept * llm.plan.kv_bytes_per_token
+
+
+# ---- a CPU -----------------------------------------------------------------------------------
+
+
+def on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import transformers
+
+    torch.set_num_threads(args.threads)
+    source = model_folder()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or rounded(source, Path(scratch) / "w4")
+        llm = LLM(folder, EngineConfig(max_model_len=1024, max_num_seqs=4))
+        peers = {
+            name: transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, name)
+            ).eval()
+            for name in ("bfloat16", "float32")
+        }
+        times: dict[str, tuple[list[float], list[float]]] = {}
+        for _ in range(args.rounds):
+            runs = {"ours": decode(llm, args)}
+            runs |= {name: peer_decode(model, args) for name, model in peers.items()}
+            for name, (first, steps) in runs.items():
+                firsts, every = times.setdefault(name, ([], []))
+                firsts.append(first)
+                every += steps[WARM_STEPS:]
+    stored = llm.info.weights
+    rows = [
+        row_of(
+            args,
+            "ridgeline",
+            model=source.name,
+            weights=stored,
+            dtype=llm.info.dtype,
+            **summary(*times["ours"], step_bytes(llm, args)),
+        )
+    ]
+    for name in peers:
+        impl = f"transformers {transformers.__version__}"
+        values = summary(*times[name], None)
+        rows.append(row_of(args, impl, model=source.name, weights=name, dtype=name, **values))
+    best = max(row["tokens_per_s"] for row in rows[1:])
+    print(
+        f"ours over the faster of Transformers': {rows[0]['tokens_per_s'] / best:.2f}", flush=True
+    )
+    return rows
+
+
+def rounded(source: Path, folder: Path) -> Path:
+    """The model in 4 bits by plain rounding (speed is GPTQ's), scales in bf16: a CPU's int4 kernel
+    is exact with them."""
+    model = open_model(source, "float32", "cpu").model
+    plain = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
+    layout = CompressedTensorsFormat(group_size=64, scale_dtype="bfloat16")
+    recipe = Recipe(method="rtn", layout=layout)
+    weights = quantize_model(model, None, recipe).weights
+    save_quantized(folder, load_hf_config(source), plain, weights, recipe)
+    copy_tokenizer(source, folder)
+    return folder
+
+
+class _Clock:
+    """A streamer that notes when tokens come; the first call is the prompt."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.marks.append(time.perf_counter())
+
+    def end(self) -> None:
+        return None
+
+
+def peer_decode(model: Any, args: argparse.Namespace) -> tuple[float, list[float]]:
+    ids = torch.tensor([[(17 * i + 3) % 1000 + 1 for i in range(args.prompt_tokens)]])
+    clock = _Clock()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.new_tokens,
+            min_new_tokens=args.new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=clock,
+        )
+    steps = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
+    return steps[0], steps[1:]
+
+
+# ---- a GPU -----------------------------------------------------------------------------------
+
+
+def on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    shape = preset("llama-8b")
+    if args.layers:
+        shape = replace(shape, num_layers=args.layers)
+    rows = [measured(args, shape, "bfloat16", None)]
+    try:
+        rows.append(measured(args, shape, f"w4a16 g{GROUP}", "auto"))
+    except Exception as error:  # the Hopper kernels may not be compiled for this machine
+        print(f"auto: {type(error).__name__}: {error}; with triton", flush=True)
+        rows.append(measured(args, shape, f"w4a16 g{GROUP}", "triton"))
+    rows.append(agreement(args, replace(shape, num_layers=min(8, shape.num_layers))))
+    return rows
+
+
+def measured(
+    args: argparse.Namespace, shape: DecoderConfig, kind: str, impl: str | None
+) -> dict[str, Any]:
+    """The row of one kind of weights; impl: of the 4-bit matmul, None for plain weights."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    weights = random_weights(shape, impl)
+    llm = LLM(weights, EngineConfig(max_model_len=2048, max_num_seqs=8, num_pages=512))
+    print(f"{kind}: ready in {time.perf_counter() - start:.1f} s", flush=True)
+    firsts: list[float] = []
+    every: list[float] = []
+    for _ in range(args.rounds):
+        first, steps = decode(llm, args)
+        firsts.append(first)
+        every += steps[WARM_STEPS:]
+    values = summary(firsts, every, step_bytes(llm, args))
+    ceiling = detect("cuda").ceilings.read_gbps / 1e3
+    values |= {"ceiling": ceiling, "percent_of_ceiling": round(100 * values["tbps"] / ceiling, 1)}
+    values |= {"graph_ms": graph_ms(llm), "matmul": kernel_of(weights)}
+    return row_of(args, "ridgeline", model=named(shape), weights=kind, dtype="bfloat16", **values)
+
+
+def kernel_of(weights: Weights) -> str:
+    """The implementation of the layers' matmuls."""
+    down = weights.layers[0].down
+    return down.prepared.impl if isinstance(down, Packed) else "cublas"
+
+
+def named(shape: DecoderConfig) -> str:
+    return f"llama-8b shape, {shape.num_layers} layers, random weights"
+
+
+def graph_ms(llm: LLM) -> float | None:
+    """Milliseconds of a replayed decode step alone; what the host adds is the rest of a step."""
+    graphs = llm.runner.graphs
+    if graphs is None or not graphs.recorded:
+        return None
+    recorded = graphs.recorded[1]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        recorded.graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return round(start.elapsed_time(end) / 20, 4)
+
+
+def random_weights(shape: DecoderConfig, impl: str | None) -> Weights:
+    """Weights of a shape on the GPU, normal, or (impl given) random 4-bit codes of one scale."""
+    packed = impl is not None
+    device, dtype = torch.device("cuda"), torch.bfloat16
+
+    def dense(n: int, k: int) -> Dense:
+        weight = torch.empty(n, k, device=device, dtype=dtype).normal_(0.0, shape.init_std)
+        return Dense(weight, None, False)
+
+    def linear(n: int, k: int, *, silu_mul: bool = False) -> Dense | Packed:
+        if impl is None:
+            return dense(n, k)
+        weight = QuantizedWeight(
+            code_NK=torch.randint(0, 16, (n, k), device=device, dtype=torch.uint8),
+            scale_NR=torch.full((n, k // GROUP), shape.init_std / 5, device=device, dtype=dtype),
+            zero_NR=None,
+            bits=4,
+            group_size=GROUP,
+        )
+        return Packed(prepare(weight, dtype, impl=impl, silu_mul=silu_mul), None, False)
+
+    C, F, H, G = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads
+    D, ones = shape.head_dim, torch.ones(shape.hidden_size, device=device, dtype=dtype)
+    layers = tuple(
+        LayerWeights(
+            input_norm=ones,
+            qkv=linear((H + 2 * G) * D, C),
+            q_norm=None,
+            k_norm=None,
+            out=linear(C, H * D),
+            mlp_norm=ones,
+            gate_up=linear(2 * F, C, silu_mul=True),
+            gated=packed,
+            down=linear(C, F),
+            window=None,
+        )
+        for _ in range(shape.num_layers)
+    )
+    head = dense(shape.vocab_size, C)
+    table = head.weight_NK if shape.tie_embeddings else dense(shape.vocab_size, C).weight_NK
+    return Weights(
+        config=shape,
+        shard=Shard(),
+        embedding_VC=table,
+        layers=layers,
+        norm=ones,
+        head=head,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def agreement(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
+    """RMS of the engine's log-probabilities minus the trainer's forward's, sampled tokens, bf16."""
+    model = Decoder(shape, device="meta", dtype=torch.bfloat16)
+    model.materialize("cuda")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                std = 2 * shape.init_std if name.startswith("lm_head") else shape.init_std
+                parameter.normal_(0.0, std, generator=generator)
+    model.eval().requires_grad_(False)
+    llm = LLM(model, EngineConfig(max_model_len=1024, max_num_seqs=8, num_pages=512))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, logprobs=0, ignore_eos=True)
+    prompts = [[(31 * i + 7 * n) % 1000 for i in range(n)] for n in (5, 64, 128, 300)]
+    gaps: list[float] = []
+    for made in llm.generate(prompts, params):
+        choice = made.choices[0]
+        text = torch.tensor([made.prompt_ids + choice.token_ids], device="cuda")
+        with torch.no_grad():
+            logits = model(text)[0, len(made.prompt_ids) - 1 : -1].float().log_softmax(-1)
+        told = torch.tensor([t.logprob for t in choice.logprobs or []], device="cuda")
+        own = logits.gather(-1, text[0, len(made.prompt_ids) :, None])[:, 0]
+        gaps += (told - own).tolist()
+    rms = statistics.fmean(gap * gap for gap in gaps) ** 0.5
+    values = {"rms_nats": round(rms, 6), "max_nats": round(max(map(abs, gaps)), 6)}
+    values |= {"tokens": len(gaps), "check": "engine against trainer, log-probabilities"}
+    return row_of(
+        args, "ridgeline", model=named(shape), weights="bfloat16", dtype="bfloat16", **values
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""One token of one sequence on a CPU, with as few operations as will do.
+
+At this size an operation's fixed cost (some microseconds, thirty layers deep) outweighs its
+arithmetic. What is the same for all layers is made once a step (the rotation, as one small matrix;
+the keys' place), the residual stays in fp32 so that norms convert nothing, checks that cannot fail
+are left out. The result is the general forward's up to rounding.
+    x' = x R, R = diag(cos) + the signed sines on the exchanged halves        rotation
+    n(x) = x w sqrt(C) / sqrt(|x|^2 + C eps)                                  RMS norm
+Bound by the weights' bytes: each is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.core import env
+from ridgeline.engine.forward import RotaryTable
+from ridgeline.engine.paged import PagedKV, Span
+from ridgeline.engine.weights import Dense, Linear, Packed, Weights
+from ridgeline.kernels.attention.cpu import decode_one
+from ridgeline.kernels.w4a16.cpu import forward as packed_forward
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HostDecoder:
+    """The decode step of a batch of one."""
+
+    def __init__(self, weights: Weights, rotary: RotaryTable, cache: PagedKV) -> None:
+        self.weights, self.rotary, self.cache = weights, rotary, cache
+        config = weights.config
+        self.calls = [tuple(map(_direct, layer.linears())) for layer in weights.layers]
+        self.norms = [
+            (layer.input_norm.float()[None], layer.mlp_norm.float()[None])
+            for layer in weights.layers
+        ]
+        self.last_norm = weights.norm.float()[None]
+        self.width, self.eps = config.hidden_size, config.norm_eps
+        self.scale = config.head_dim**-0.5
+        D = config.head_dim
+        self._diagonal = torch.arange(D)
+        self._exchanged = (self._diagonal + D // 2) % D
+        self.rotation_DD = torch.zeros(D, D)
+
+    @staticmethod
+    def takes(weights: Weights, cache: PagedKV, invariant: bool) -> bool:
+        """Whether this path can run a model: no other implementation was asked for by name."""
+        asked = env.impl_override("attention") or env.impl_override("w4a16")
+        same = cache.dtype == weights.dtype
+        return same and not invariant and asked is None and weights.shard.ranks == 1
+
+    def run(self, token_id: int, span: Span) -> torch.Tensor:
+        """Logits [1, V] after one new token."""
+        weights, cache = self.weights, self.cache
+        position = span.num_keys - 1
+        slot = span.pages[position // cache.page_tokens] * cache.page_tokens
+        slot += position % cache.page_tokens
+        keys = cache.key_slots(span)
+        self._turn_to(position)
+        H, G, D = weights.heads, weights.kv_heads, weights.config.head_dim
+        dtype = weights.dtype
+        x_1C = weights.embedding_VC[token_id : token_id + 1].to(torch.float32, copy=True)
+        for index, layer in enumerate(weights.layers):
+            qkv, out, gate_up, down = self.calls[index]
+            first_norm, second_norm = self.norms[index]
+            qkv_HD = qkv(self._norm(x_1C, first_norm).to(dtype)).view(-1, D)
+            qk_HD = qkv_HD[: H + G].float()
+            if layer.q_norm is not None and layer.k_norm is not None:
+                eps = self.eps
+                q = F.rms_norm(qkv_HD[:H], (D,), layer.q_norm, eps).float()
+                k = F.rms_norm(qkv_HD[H : H + G], (D,), layer.k_norm, eps).float()
+                qk_HD = torch.cat((q, k))
+            turned_HD = torch.mm(qk_HD, self.rotation_DD)
+            cache.flat_k[index][slot].copy_(turned_HD[H:])
+            cache.flat_v[index][slot].copy_(qkv_HD[H + G :])
+            k_TGD, v_TGD = cache.read(index, keys, dtype)
+            if layer.window is not None and layer.window < span.num_keys:
+                k_TGD, v_TGD = k_TGD[-layer.window :], v_TGD[-layer.window :]
+            o_1K = decode_one(turned_HD[:H].to(dtype), k_TGD, v_TGD, self.scale)
+            x_1C.add_(out(o_1K))
+            y_1F = gate_up(self._norm(x_1C, second_norm).to(dtype))
+            if not layer.gated:
+                gate, up = y_1F.chunk(2, dim=-1)
+                y_1F = F.silu(gate).mul_(up)
+            x_1C.add_(down(y_1F))
+        return _direct(weights.head)(self._norm(x_1C, self.last_norm).to(dtype))
+
+    def _norm(self, x_1C: torch.Tensor, weight_1C: torch.Tensor) -> torch.Tensor:
+        length = float(torch.linalg.vector_norm(x_1C))
+        return weight_1C.mul(x_1C).mul_(1.0 / sqrt(length * length / self.width + self.eps))
+
+    def _turn_to(self, position: int) -> None:
+        cos_D = self.rotary.cos_T1D[position, 0]
+        sin_D = self.rotary.sin_T1D[position, 0]
+        self.rotation_DD[self._diagonal, self._diagonal] = cos_D
+        self.rotation_DD[self._exchanged, self._diagonal] = sin_D
+
+
+def _direct(linear: Linear) -> Call:
+    """A linear's function without the checks of a public call."""
+    if isinstance(linear, Dense):
+        weight_NK, bias_N = linear.weight_NK, linear.bias_N
+        return lambda x_1K: F.linear(x_1K, weight_NK, bias_N)
+    if isinstance(linear, Packed) and linear.prepared.impl == "cpu":
+        prepared, bias = linear.prepared, linear.bias_N
+        return lambda x_1K: packed_forward(x_1K, prepared, bias)
+    return linear

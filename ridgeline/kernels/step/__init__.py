@@ -1,0 +1,1 @@
+"""The small operations between the matmuls of a decode step, fused."""

@@ -1,0 +1,149 @@
+"""The fused operations of a step in Triton, Ampere and later.
+
+    add_rms_norm   x += delta ; y = x w / sqrt(mean(x^2) + eps)      a row a program
+    silu_mul       y = silu(gate) up                                 a piece of a row a program
+    rope_append    q' = R(pos) q ; cache[slot] = (R(pos) k, v)       a head of a token a program
+
+Each reads and writes its tensors once; at decode sizes all are bound by their launch, which is why
+there are three of them and not a dozen. Arithmetic in fp32, rounded where PyTorch's own operations
+round, so that the engine and the trainer agree. Source of fused rotation with cache writes:
+FlashAttention's flash_attn_with_kvcache (semantics).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_PIECE = 1024
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, delta_ptr, weight_ptr, y_ptr, C, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * C
+    cols = tl.arange(0, BLOCK)
+    mask = cols < C
+    x = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row + cols, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row + cols, x, mask=mask)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row + cols, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul(both_ptr, y_ptr, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < F
+    gate = tl.load(both_ptr + row * 2 * F + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * F + F + cols, mask=mask, other=0.0).to(tl.float32)
+    turned = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * F + cols, (turned * up).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope_append(
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    stride_p,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tokens, H + 2 G); a program holds both halves of a head."""
+    p, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HALF
+    source = qkv_ptr + p * stride_p + h * D + cols
+    low = tl.load(source, mask=mask, other=0.0)
+    high = tl.load(source + HALF, mask=mask, other=0.0)
+    slot = tl.load(slots_ptr + p).to(tl.int64)
+    if h < H + G:
+        position = tl.load(positions_ptr + p).to(tl.int64)
+        cos = tl.load(cos_ptr + position * D + cols, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + position * D + HALF + cols, mask=mask, other=0.0)
+        low_32, high_32 = low.to(tl.float32), high.to(tl.float32)
+        low = (low_32 * cos - high_32 * sin).to(qkv_ptr.dtype.element_ty)
+        high = (high_32 * cos + low_32 * sin).to(qkv_ptr.dtype.element_ty)
+    if h < H:
+        target = q_ptr + (p * H + h) * D + cols
+    elif h < H + G:
+        target = k_ptr + (slot * G + h - H) * D + cols
+    else:
+        target = v_ptr + (slot * G + h - H - G) * D + cols
+    tl.store(target, low, mask=mask)
+    tl.store(target + HALF, high, mask=mask)
+
+
+def add_rms_norm(
+    x_PC: torch.Tensor, delta_PC: torch.Tensor | None, weight_C: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """ref.add_rms_norm; x and delta contiguous."""
+    P, C = x_PC.shape
+    y_PC = torch.empty_like(x_PC)
+    block = triton.next_power_of_2(C)
+    delta = x_PC if delta_PC is None else delta_PC
+    _add_rms_norm[(P,)](
+        x_PC,
+        delta,
+        weight_C,
+        y_PC,
+        C,
+        eps,
+        HAS_DELTA=delta_PC is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+    )
+    return y_PC
+
+
+def silu_mul(both_PF: torch.Tensor) -> torch.Tensor:
+    """ref.silu_mul; contiguous."""
+    P, F = both_PF.shape[0], both_PF.shape[1] // 2
+    y_PF = both_PF.new_empty(P, F)
+    _silu_mul[(P, triton.cdiv(F, _PIECE))](both_PF, y_PF, F, BLOCK=_PIECE, num_warps=4)
+    return y_PF
+
+
+def rope_append(
+    qkv_PHD: torch.Tensor,
+    heads: int,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    positions_P: torch.Tensor,
+    slots_P: torch.Tensor,
+    flat: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """ref.rope_append; the last two dims of qkv contiguous."""
+    P, _, D = qkv_PHD.shape
+    G = flat[0].shape[1]
+    q_PHD = qkv_PHD.new_empty(P, heads, D)
+    _rope_append[(P, heads + 2 * G)](
+        qkv_PHD,
+        q_PHD,
+        *flat,
+        *angles,
+        positions_P,
+        slots_P,
+        qkv_PHD.stride(0),
+        H=heads,
+        G=G,
+        D=D,
+        BLOCK=triton.next_power_of_2(D // 2),
+        num_warps=1,
+    )
+    return q_PHD

@@ -1,0 +1,80 @@
+"""The plan adds up, agrees with what is then allocated, and says what would fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.core.errors import UserError
+from ridgeline.engine.config import EngineConfig
+from ridgeline.engine.llm import LLM
+from ridgeline.engine.memory import GIB, plan, plan_sizes
+from ridgeline.train.presets import preset
+from tests.engine.conftest import CONTEXT, tiny_decoder
+
+CPU = torch.device("cpu")
+
+
+def test_the_plan_is_what_is_allocated(model_folder):
+    before = plan(model_folder, EngineConfig())
+    llm = LLM(model_folder)
+    assert before == llm.plan
+    page_bytes = before.page_tokens * before.kv_bytes_per_token
+    assert llm.runner.cache.num_bytes() == before.kv_bytes + page_bytes  # one page for padding
+    assert before.weights_bytes == sum(
+        p.numel() * p.element_size()
+        for p in {id(p): p for p in tiny_decoder().parameters()}.values()
+    )
+    assert before.num_pages == 16 * CONTEXT // 16 and before.concurrency() == 16
+    text = "\n".join(before.lines())
+    assert "pages of 16 tokens = 2,048 tokens" in text and "requests     16 of 128 tokens" in text
+
+
+def test_an_8b_model_on_a_small_budget():
+    """bf16 Llama-3-8B: 15 GiB of weights; 20 GiB leave room, 8 do not, 4 bits would."""
+    shape = preset("llama-8b")
+    weights = shape.num_params() * 2
+    config = EngineConfig(memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024)
+    made = plan_sizes(shape, weights, torch.bfloat16, CPU, config)
+    used = made.weights_bytes + made.activation_bytes + made.graph_bytes + made.kv_bytes
+    page_bytes = made.page_tokens * made.kv_bytes_per_token
+    assert 20 * GIB - page_bytes < used <= 20 * GIB
+    assert made.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert made.concurrency() == made.num_pages * 16 // 8192
+    halved = plan_sizes(
+        shape,
+        weights,
+        torch.bfloat16,
+        CPU,
+        EngineConfig(memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024, kv_dtype="fp8"),
+    )
+    assert 1.8 < halved.num_pages / made.num_pages < 2.0
+    with pytest.raises(UserError, match=r"fit in 8.00 GiB, got 15.* quantize it to 4 bits"):
+        plan_sizes(shape, weights, torch.bfloat16, CPU, EngineConfig(memory_gib=8.0))
+
+
+def test_a_cache_smaller_than_the_context_shortens_it(model_folder):
+    made = LLM(model_folder, EngineConfig(num_pages=4, page_tokens=16))
+    assert made.info.max_model_len == 64
+    with pytest.raises(ValueError, match="fit in the context of 64 tokens"):
+        made.generate([[1] * 64])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"kv_dtype": "int3"}, "engine: kv_dtype must be auto"),
+        ({"page_tokens": 7}, "engine: page_tokens must be 8"),
+        ({"max_model_len": 0}, "engine: max_model_len must be a whole number"),
+        ({"memory_gib": 0}, "engine: memory_gib must be above 0"),
+        ({"speculate_tokens": 17}, "engine: speculate_tokens must lie in 0 .. 16"),
+    ],
+)
+def test_options_that_cannot_be(option, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**option)
+
+
+def test_a_cache_in_another_wide_dtype_is_refused(model_folder):
+    with pytest.raises(UserError, match="kv_dtype must be fp8 or the activations' float32"):
+        LLM(model_folder, EngineConfig(kv_dtype="bfloat16"))

@@ -1,0 +1,61 @@
+"""The fused operations of a step against plain PyTorch; on a CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_interpreted.py, or on a GPU", allow_module_level=True)
+
+from ridgeline.kernels.step import ref, triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def agree(got: torch.Tensor, want: torch.Tensor) -> None:
+    """One rounding of the dtype apart at most."""
+    tolerance = 2 * torch.finfo(want.dtype).eps
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("P", "C"), [(1, 64), (3, 100), (2, 4096)])
+def test_add_rms_norm(P, C, dtype):
+    x, delta = torch.randn(2, P, C, dtype=dtype, device=DEVICE)
+    weight = torch.randn(C, dtype=dtype, device=DEVICE)
+    for change in (delta, None):
+        mine, plain = x.clone(), x.clone()
+        got = triton.add_rms_norm(mine, change, weight, 1e-5)
+        agree(got, ref.add_rms_norm(plain, change, weight, 1e-5))
+        agree(mine, plain)  # the interpreter cuts bf16 off where a GPU rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("P", "F"), [(1, 8), (3, 1000), (2, 1024), (1, 3001)])
+def test_silu_mul(P, F, dtype):
+    both = 3 * torch.randn(P, 2 * F, dtype=dtype, device=DEVICE)
+    agree(triton.silu_mul(both), ref.silu_mul(both))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("H", "G", "D"), [(4, 2, 16), (3, 1, 20), (2, 2, 128)])
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_rope_append(H, G, D, dtype, integer):
+    P, slots, T = 5, 40, 64
+    qkv = torch.randn(P, H + 2 * G, D, dtype=dtype, device=DEVICE)
+    angle = torch.rand(T, 1, D // 2, device=DEVICE) * 6
+    cos = torch.cat((angle.cos(), angle.cos()), -1)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1)
+    positions = torch.tensor([0, 63, 7, 7, 30], dtype=integer, device=DEVICE)
+    where = torch.tensor([39, 0, 12, 5, 6], dtype=integer, device=DEVICE)
+    kept = [torch.zeros(2, slots, G, D, dtype=dtype, device=DEVICE) for _ in range(2)]
+    results = []
+    for module, (k_flat, v_flat) in zip((triton, ref), kept, strict=True):
+        q = module.rope_append(qkv, H, (cos, sin), positions, where, (k_flat, v_flat))
+        results.append((q, k_flat, v_flat))
+    for got, want in zip(*results, strict=True):
+        agree(got, want)
+    assert torch.equal(results[0][2][39], qkv[0, H + G :])
