@@ -30,7 +30,7 @@ $(BIN)/python:
 
 $(VENV)/.package: $(BIN)/python pyproject.toml constraints/cpu.txt constraints/gpu.txt
 	@echo "installing ridgeline into $(VENV) (PyTorch included: a few minutes the first time)"
-	@$(PIP) -e .
+	@$(PIP) -e '.[quickstart]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package

@@ -220,10 +220,12 @@ def quantize_table(rows: list[Row]) -> str:
                 f"{row['method']}, {row['bits']} bits, group {row['group_size']}, {kind}"
                 + (f", order {order}" if isinstance(order, str) and row["method"] != "rtn" else "")
                 + _options_text(row)
-                + (f", {seeds} seeds" if seeds > 1 else ""),
-                f"{row['ppl_before']:.3f}", spread(group, "ppl_after", 3),
+                + (f", {seeds} seeds" if seeds > 1 else "")
+                + (f" ({row['blocks']} blocks timed)" if "blocks" in row else ""),
+                spread(group, "ppl_before", 3), spread(group, "ppl_after", 3),
                 spread(group, "kl", 3), spread(group, "top1_agreement", 3),
-                spread(group, "seconds", 0), measured(row),
+                spread(group, "seconds_all_blocks" if "blocks" in row else "seconds", 0),
+                measured(row),
             )
         )  # fmt: skip
     header = (

@@ -2,13 +2,15 @@
 memory.
 
     python benchmarks/quant/bench_quantize.py                       # symmetric: rtn and gptq
-    python benchmarks/quant/bench_quantize.py --asymmetric --seeds 0 1 2
+    python benchmarks/quant/bench_quantize.py --final               # every method: 14 min a seed
+    python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # on two idle cores: 40 min
 
 Protocol: weights in fp32; Wikipedia leads, the last fifth of the characters for the test (first
 `--windows` non-overlapping windows of 1,024 tokens), the first half for calibration (`--sequences`
 random blocks of `--length` tokens). The baseline is plain rounding of the same symmetry (symmetric
 scale absmax / 7.5); `fraction` is our increase of perplexity over the baseline's. One row a run is
-appended to benchmarks/results/<device>/quantize.jsonl; the last line of stdout is JSON.
+appended to benchmarks/results/<device>/quantize.jsonl as it is measured; the last line of stdout is
+JSON: each method's mean fraction, with its least and most over the seeds.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument(
+        "--final",
+        action="store_true",
+        help="gptq symmetric; gptq, awq and awq+gptq asymmetric; rtn of both",
+    )
+    parser.add_argument(
         "--methods", nargs="+", default=["gptq"], choices=["gptq", "awq", "awq+gptq"]
     )
     parser.add_argument("--order", default="static", choices=["natural", "static", "activation"])
@@ -73,13 +80,13 @@ def model_folder(given: Path | None) -> Path:
     return folder
 
 
-def recipe(args: argparse.Namespace, method: str) -> Recipe:
+def recipe(args: argparse.Namespace, method: str, symmetric: bool) -> Recipe:
     layout = GPTQFormat(
         bits=args.bits,
         group_size=args.group_size,
-        symmetric=not args.asymmetric,
+        symmetric=symmetric,
         desc_act=method.endswith("gptq") and args.order == "activation",
-        checkpoint_format="gptq_v2" if args.asymmetric else "gptq",
+        checkpoint_format="gptq" if symmetric else "gptq_v2",
     )
     options = GPTQOptions(
         order=args.order if method.endswith("gptq") else "static",
@@ -109,9 +116,9 @@ class Bench:
     def measure(self, model) -> float:
         return perplexity(model, self.test_ids, max_windows=self.args.windows).ppl
 
-    def row(self, method: str, seed: int) -> dict:
+    def row(self, method: str, symmetric: bool, seed: int) -> dict:
         """Quantize and measure once."""
-        args, chosen = self.args, recipe(self.args, method)
+        args, chosen = self.args, recipe(self.args, method, symmetric)
         model, blocks = self.load(), None
         if method != "rtn":
             blocks = calibration_blocks(
@@ -126,13 +133,9 @@ class Bench:
             "format": "gptq",
             "bits": args.bits,
             "group_size": args.group_size,
-            "symmetric": not args.asymmetric,
+            "symmetric": symmetric,
             "act_order": chosen.gptq.order if method.endswith("gptq") else "natural",
-            "options": {
-                "damping": args.damping,
-                "refits": args.refits,
-                "clip_search": not args.no_clip_search,
-            },
+            "options": options_of(chosen),
             "calibration_tokens": result.calibration_tokens,
             "seed": seed,
             "seconds": round(result.seconds, 1),
@@ -169,6 +172,17 @@ class Bench:
         }
 
 
+def options_of(chosen: Recipe) -> dict:
+    """What a method was told beside the layout."""
+    options = {}
+    if chosen.folds:
+        options |= {"grid": chosen.awq.grid, "search_tokens": chosen.awq.search_tokens}
+    if chosen.solver == "gptq":
+        gptq = chosen.gptq
+        options |= {"damping": gptq.damping, "refits": gptq.refits, "clip_search": gptq.clip_search}
+    return options
+
+
 def worst(result: QuantizedModel) -> list[list]:
     """The three layers with the largest relative output error."""
     return [[report.name, round(report.relative_error or 0.0, 4)] for report in result.worst(3)]
@@ -180,28 +194,45 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "_")
 
 
+def plan(args: argparse.Namespace) -> list[tuple[str, bool]]:
+    """(method, symmetric) of every quantization beside plain rounding."""
+    if args.final:
+        return [("gptq", True), ("gptq", False), ("awq", False), ("awq+gptq", False)]
+    return [(method, not args.asymmetric) for method in args.methods]
+
+
 def main() -> None:
     args = arguments()
     progress.set_mode("lines")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    bench = Bench(args)
-    baseline = bench.row("rtn", 0)
-    rows = [baseline] + [bench.row(method, s) for method in args.methods for s in args.seeds]
-    increase = baseline["ppl_after"] - bench.before
-    for row in rows:
-        row["fraction"] = round((row["ppl_after"] - bench.before) / increase, 4)
-        print(
-            f"{row['method']:8s} seed {row['seed']} ppl {row['ppl_before']:.3f} -> "
-            f"{row['ppl_after']:.3f} fraction {row['fraction']:.3f} kl {row['kl']:.3f} "
-            f"top-1 {row['top1_agreement']:.3f} {row['seconds']:.0f} s"
-        )
-    if not args.dry_run:
-        target = ROOT / "benchmarks" / "results" / device_name(args.device) / "quantize.jsonl"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    print(json.dumps({"run": bench.run, "fractions": [row["fraction"] for row in rows[1:]]}))
+    bench, increase = Bench(args), {}
+    target = ROOT / "benchmarks" / "results" / device_name(args.device) / "quantize.jsonl"
+    fractions: dict[str, list[float]] = {}
+    for method, symmetric in plan(args):
+        todo = [] if symmetric in increase else [("rtn", 0)]
+        for chosen, seed in [*todo, *((method, seed) for seed in args.seeds)]:
+            row = bench.row(chosen, symmetric, seed)
+            rise = row["ppl_after"] - bench.before
+            row["fraction"] = round(rise / increase.setdefault(symmetric, rise), 4)
+            if chosen != "rtn":
+                name = f"{chosen} {'symmetric' if symmetric else 'asymmetric'}"
+                fractions.setdefault(name, []).append(row["fraction"])
+            print(
+                f"{chosen:8s} {'sym ' if symmetric else 'asym'} seed {seed} ppl "
+                f"{row['ppl_before']:.3f} -> {row['ppl_after']:.3f} fraction {row['fraction']:.3f} "
+                f"kl {row['kl']:.3f} top-1 {row['top1_agreement']:.3f} {row['seconds']:.0f} s",
+                flush=True,
+            )
+            if not args.dry_run:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(target, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    summary = {
+        name: {"mean": round(sum(v) / len(v), 4), "least": min(v), "most": max(v)}
+        for name, v in fractions.items()
+    }
+    print(json.dumps({"run": bench.run, "fractions": summary}))
 
 
 if __name__ == "__main__":

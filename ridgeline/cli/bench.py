@@ -86,7 +86,7 @@ class BenchServeConfig:
             raise bad_value("bench", "url", "start with http:// or https://", self.url, "change it")
 
 
-def bench_serve(config: BenchServeConfig) -> Result:
+def bench(config: BenchServeConfig) -> Result:
     """Send the requests and return the numbers.
 
     Raises: UserError where no server answers, or none of the requests was answered.
@@ -277,4 +277,4 @@ def show(result: Result) -> str:
     return "\n".join([*lines, *(f"wrote {path}" for path in result.get("files", ()))])
 
 
-COMMAND = Command(run=bench_serve, config={"serve": BenchServeConfig}, show=show, kept=nothing_kept)
+COMMAND = Command(run=bench, config={"serve": BenchServeConfig}, show=show, kept=nothing_kept)

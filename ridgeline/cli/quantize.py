@@ -12,6 +12,7 @@ from ridgeline.cli.quantize_report import verdict, written_texts
 from ridgeline.cli.quantize_run import (
     Job,
     check_layers,
+    choose_job_widths,
     journal_folder,
     plan_text,
     prepare,
@@ -75,6 +76,13 @@ class QuantizeConfig:
     """Regular expressions; linears whose full name matches one stay as they are."""
     override: tuple[str, ...] = ()
     """Exceptions, PATTERN=bits:8,group:32 or PATTERN=skip; the first that matches counts."""
+    lm_head: bool = False
+    """Quantize the vocabulary projection too; a tied one gets a weight of its own."""
+    target_bits: float | None = None
+    """Choose each layer's width by its measured error, with at most so many stored bits a weight
+    in the mean, scales and zero points included; gptq and compressed-tensors only."""
+    widths: tuple[Literal[2, 3, 4, 8], ...] = (3, 4, 8)
+    """That target-bits chooses from."""
     held_out: Path | None = None
     """Text to compare the two models on; unless given, what calibration left of its own."""
     held_out_windows: int = 4
@@ -102,6 +110,14 @@ class QuantizeConfig:
                 raise bad_value(
                     "quantize", name, f"be at least {low}", getattr(self, name), "e.g. 4"
                 )
+        if self.target_bits is not None and (
+            self.format == "awq" or self.method == "rtn" or not self.widths
+        ):
+            raise bad_value(
+                "quantize", "target_bits", "come with calibration, widths, and gptq or "
+                "compressed-tensors", f"{self.method}, {self.widths}, {self.format}",
+                "awq files hold one width",
+            )  # fmt: skip
         if self.max_shard_gb <= 0:
             raise bad_value("quantize", "max_shard_gb", "be above 0", self.max_shard_gb, "e.g. 5")
         gates = {"max_kl": self.max_kl, "max_ppl_increase": self.max_ppl_increase}
@@ -150,6 +166,7 @@ def recipe_of(config: QuantizeConfig) -> Recipe:
             *(parse_override(text) for text in config.override),
         ),
         batch_sequences=config.batch_sequences,
+        lm_head=config.lm_head,
     )
 
 
@@ -166,6 +183,7 @@ def quantize(config: QuantizeConfig) -> Result:
     progress.say(plan_text(job))
     if config.dry_run:
         return {"out": str(config.out), "dry_run": True, **job.said()}
+    choose_job_widths(job)
     done, size, seen = run_job(job, lambda done, seen: written_texts(job, done, seen))
     return {
         "model": str(config.model),
@@ -209,7 +227,7 @@ def show(result: Result) -> str:
     if said := result["evaluation"]:
         lines.append(
             f"held-out text: perplexity {said['ppl_before']:.3f} -> {said['ppl_after']:.3f}, KL "
-            f"{said['kl']:.4f}, same first choice {100 * said['top1_agreement']:.1f} % of "
+            f"{said['kl']:.3g}, same first choice {100 * said['top1_agreement']:.1f} % of "
             f"{said['tokens']:,} tokens"
         )
     if result["folds"][1]:

@@ -21,6 +21,7 @@ from ridgeline.cli.tables import bytes_text
 from ridgeline.core.arch import detect
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.nn.overwrite import MODEL_CARD, QUANTIZE_CSV, QUANTIZE_HTML, QUANTIZE_REPORT
+from ridgeline.quant.block import HEAD
 from ridgeline.quant.report import ModuleReport, QuantizedModel
 from ridgeline.report.figures import Bar, bar_panels, lines
 from ridgeline.report.html import render
@@ -40,7 +41,7 @@ def verdict(
         return ["nothing was measured: no held-out text was left; give --held-out"] if asked else []
     failed = []
     if max_kl is not None and not said.kl <= max_kl:
-        failed.append(f"KL must be at most {max_kl:g}, got {said.kl:.4f}")
+        failed.append(f"KL must be at most {max_kl:g}, got {said.kl:.3g}")
     rise = said.ppl_after / said.ppl_before - 1.0
     if max_ppl_increase is not None and not rise <= max_ppl_increase:
         failed.append(
@@ -99,6 +100,8 @@ def decode_speedup(job: Job, done: QuantizedModel) -> float:
     """Of a decode step bound by the bytes of weights it reads, against 16 bits: every linear and
     the head once."""
     head = 2 * job.model.config.vocab_size * job.model.config.hidden_size
+    if any(report.name == HEAD for report in done.reports):
+        head = 0  # among the reports
     wide = sum(2 * report.n * report.k for report in done.reports)
     return (wide + head) / (sum(report.bytes for report in done.reports) + head)
 
@@ -141,14 +144,14 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
         ("weights", bytes_text(size["total_bytes"])),
         ("at 16 bits", bytes_text(size["unquantized_bytes"])),
         ("decode speed-up by bytes", f"{decode_speedup(job, done):.2f} x"),
-        ("seconds", f"{done.seconds:.0f}"),
+        ("seconds, all blocks", f"{sum(block.seconds for block in done.blocks):.0f}"),
     ]
     figures: tuple[Figure, ...] = ()
     if said := done.evaluation:
         facts = [
             ("perplexity before", f"{said.ppl_before:.3f}"),
             ("perplexity after", f"{said.ppl_after:.3f}"),
-            ("KL, nats a token", f"{said.kl:.4f}"),
+            ("KL, nats a token", f"{said.kl:.3g}"),
             ("same first choice", f"{100 * said.top1_agreement:.1f} %"),
             *facts,
         ]
@@ -157,7 +160,7 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
         bytes_ = (("16 bits", wide), (f"{job.config.bits} bits", packed))
         panels = [
             ("perplexity", [Bar(name=n, value=v, text=f"{v:.2f}") for n, v in pairs]),
-            ("weights, MB", [Bar(name=n, value=v, text=f"{v:,.0f}") for n, v in bytes_]),
+            ("weights, MB", [Bar(name=n, value=v, text=f"{v:,.3g}") for n, v in bytes_]),
         ]
         caption = f"Held-out text, {said.tokens:,} tokens in windows of {said.window}."
         figures = (Figure(svg=bar_panels(panels), caption=caption),)
@@ -166,7 +169,11 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
         header=("", "predicted", "measured"),
         rows=(
             ("peak memory", bytes_text(guess.device_bytes), bytes_text(measured["peak_bytes"])),
-            ("seconds", f"{guess.seconds:.0f}", f"{done.seconds:.0f}"),
+            (
+                "seconds",
+                f"{guess.seconds:.0f}",
+                f"{sum(block.seconds for block in done.blocks):.0f}",
+            ),
             ("folder", bytes_text(guess.out_bytes), bytes_text(size["total_bytes"])),
         ),
         caption="What the run was predicted to take, and what it took",
@@ -295,7 +302,7 @@ def card(job: Job, done: QuantizedModel) -> str:
     if said := done.evaluation:
         lines_ += [
             f"| perplexity on held-out text | {said.ppl_before:.3f} -> {said.ppl_after:.3f} |",
-            f"| KL divergence | {said.kl:.4f} nats a token |",
+            f"| KL divergence | {said.kl:.3g} nats a token |",
             f"| same first choice | {100 * said.top1_agreement:.1f} % of {said.tokens:,} tokens |",
         ]
     lines_ += ["", f"Every layer's error: `{QUANTIZE_HTML}`, `{QUANTIZE_CSV}`.", ""]

@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import resource
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import ridgeline
 from ridgeline.cli.calibration import Request, Tokens, read_tokens
 from ridgeline.cli.tables import bytes_text
-from ridgeline.core import progress
+from ridgeline.core import env, progress
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.load import choose_device, choose_dtype
@@ -32,6 +33,7 @@ from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import CheckpointSize, Extras
 from ridgeline.quant.evaluate import Evaluation
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.mixed import choose_widths, measure_widths, with_widths
 from ridgeline.quant.predict import Prediction, Rates, RunShape, predict
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
@@ -74,6 +76,9 @@ def prepare(job: Job) -> Job:
     """Open the model and the text, and predict. Raises: UserError as `quantize`."""
     config = job.config
     job.device = choose_device(config.device)
+    if job.device.type == "cuda":
+        job.device = torch.device("cuda", env.local_rank())
+        torch.cuda.set_device(job.device)
     dtype = torch_dtype(choose_dtype(config.dtype, job.device))
     job.ranks = Ranks.join(job.device)
     if job.ranks.rank:
@@ -194,6 +199,26 @@ def compared(job: Job, done: QuantizedModel) -> dict[str, Any]:
         f"{bytes_text(peak)} and {done.seconds:.0f} s"
     )
     return {"peak_bytes": peak}
+
+
+def choose_job_widths(job: Job) -> None:
+    """Put the widths that target_bits comes to into the recipe, and say how many layers got which.
+
+    Raises: ValueError for a budget that cannot be met.
+    """
+    config = job.config
+    if config.target_bits is None:
+        return
+    assert job.tokens is not None, "the config wants calibration"
+    measured = measure_widths(
+        job.model, job.tokens.ids_BS.to(job.device), job.recipe, config.widths,
+        lengths_B=job.tokens.lengths_B, ranks=job.ranks,
+    )  # fmt: skip
+    widths = choose_widths(measured, config.target_bits)
+    counts = sorted(Counter(widths.values()).items())
+    said = ", ".join(f"{count} layers in {bits} bits" for bits, count in counts)
+    progress.say(f"quantize: {config.target_bits:g} bits a weight: {said}")
+    job.recipe = with_widths(job.recipe, widths)
 
 
 # ---- the run ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import logging
 import sys
 import time
@@ -12,9 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result, nothing_kept
-from ridgeline.cli.quantize import QuantizeConfig, quantize
-from ridgeline.cli.stages.quantize import GROUP
-from ridgeline.cli.stages.weights import model_folder
 from ridgeline.core import env, progress
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.async_engine import AsyncEngine
@@ -198,11 +196,7 @@ def quickstart_folder() -> Path:
     rounded = env.cache_dir() / "models" / "smollm2-135m-rtn-w4g64"
     if not (rounded / "config.json").is_file():
         progress.say("no quickstart has run here: rounding SmolLM2-135M to 4 bits, once")
-        quantize(
-            QuantizeConfig(
-                model=model_folder(), out=rounded, method="rtn", group_size=GROUP, device="cpu"
-            )
-        )
+        importlib.import_module("ridgeline.cli.rounded").round_to(rounded)
     return rounded
 
 

@@ -36,9 +36,11 @@ def show(result: Result) -> str:
     held_out = (
         "" if result["eval_loss"] is None else f", {result['eval_loss']:.4f} on held-out text"
     )
+    rate, ranks = result["tokens_per_s"], result["ranks"]
+    each = f" ({rate / ranks:,.0f} on each of {ranks} processes)" if ranks > 1 else ""
     lines = [
         f"step {result['step']} of {result['steps']}: {loss}{held_out}",
-        f"{result['tokens_per_s']:,.0f} tokens/s, MFU {100 * result['mfu_causal']:.1f} % causal, "
+        f"{rate:,.0f} tokens/s{each}, MFU {100 * result['mfu_causal']:.1f} % causal, "
         f"{100 * result['mfu_noncausal']:.1f} % non-causal counting",
     ]
     if result["checkpoint"]:

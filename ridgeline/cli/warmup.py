@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result
@@ -19,8 +19,15 @@ from ridgeline.cli.problems import resolve_arch
 from ridgeline.core import env, progress, registry
 from ridgeline.core.arch import Arch
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.kernels.attention.cute_sm90_backward_config import refuses as why_no_backward
 from ridgeline.kernels.attention.problem import AttentionProblem
-from ridgeline.kernels.w4a16.config import DECODE_ROWS, decode_launch, matmul_launch, traits_for
+from ridgeline.kernels.w4a16.config import (
+    DECODE_ROWS,
+    decode_launch,
+    matmul_launch,
+    traits_for,
+    uses_decode,
+)
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
@@ -132,7 +139,7 @@ def check_tools() -> None:
 
 
 def attention_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
-    """The forward for every head dim, dtype, mask and layout."""
+    """Forward, and backward where there is one, for every head dim, dtype, mask and layout."""
     if "attention" not in config.ops:
         return
     for dtype in config.dtypes:
@@ -157,6 +164,9 @@ def attention_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
                     registry.select(problem, arch, "cute_sm90")
                     what = f"{dtype} head dim {dim} {mask} {layout}"
                     yield Job(op="attention", what=what, argument=problem)
+                    backward = replace(problem, direction="bwd")
+                    if why_no_backward(backward, arch) is None:
+                        yield Job(op="attention", what=f"{what} backward", argument=backward)
 
 
 def w4a16_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
@@ -192,7 +202,7 @@ def layer_kernels(problem: W4A16Problem, arch: Arch) -> set[Any]:
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
     found: set[Any] = {decode_launch(traits, DECODE_ROWS, n, k, arch.num_units, True).config}
     for m in _ROWS:
-        if m <= DECODE_ROWS:
+        if uses_decode(m, n, k):
             found.add(decode_launch(traits, m, n, k, arch.num_units, False).config)
         else:
             found.add(matmul_launch(traits, m, n, k, arch.num_units).config)

@@ -67,6 +67,18 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def join_ranks(rank: int, size: int, port: int) -> None:
+    """Make this process a rank of a run on this machine, as torchrun would."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def record_collectives(count: int = 512) -> None:
     """Let PyTorch remember the last collectives of this process, for a report of a hang; to be
     called before the process group is made."""

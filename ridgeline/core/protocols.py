@@ -90,6 +90,19 @@ class FoldableModel(BlockwiseModel, Protocol):
 
 
 @runtime_checkable
+class HeadedModel(BlockwiseModel, Protocol):
+    """A decoder whose vocabulary projection can be quantized too."""
+
+    def head_linear(self) -> Any:
+        """The projection, an nn.Linear with a weight of its own (a tied one is copied first)."""
+        ...
+
+    def head_input(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        """What the projection is applied to."""
+        ...
+
+
+@runtime_checkable
 class StreamedModel(BlockwiseModel, Protocol):
     """A decoder whose blocks are in memory only while they are worked on."""
 

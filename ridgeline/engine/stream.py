@@ -99,5 +99,11 @@ class StreamedDecoder:
     ) -> torch.Tensor:
         return self.decoder.run_block(index, x_BSC, cu_seqlens)
 
+    def head_input(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        return self.decoder.head_input(x_BSC)
+
+    def head_linear(self) -> nn.Linear:
+        return self.decoder.head_linear()
+
     def head(self, x_BSC: torch.Tensor) -> torch.Tensor:
         return self.decoder.head(x_BSC)

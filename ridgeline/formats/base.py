@@ -45,6 +45,14 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W_NK in `dtype`; computed in fp32 (exact for fp16 and bf16 scales), rounded once."""
+        N, K = self.shape_nk
+        if self.group_of_K is None and K % self.group_size == 0:  # no gather
+            code_NRG = self.code_NK.float().reshape(N, K // self.group_size, self.group_size)
+            if self.zero_NR is None:
+                code_NRG.sub_(2 ** (self.bits - 1))
+            else:
+                code_NRG.sub_(self.zero_NR.float().unsqueeze(-1))
+            return code_NRG.mul_(self.scale_NR.float().unsqueeze(-1)).reshape(N, K).to(dtype)
         groups = self.groups_K()
         zero = 2 ** (self.bits - 1) if self.zero_NR is None else self.zero_NR.float()[:, groups]
         scale_NK = self.scale_NR.float()[:, groups]

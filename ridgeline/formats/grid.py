@@ -71,7 +71,7 @@ def to_codes(
 ) -> torch.Tensor:
     """Nearest codes as whole floats (shapes broadcast); ties to even before the zero point is
     added."""
-    return (torch.round(w / scale) + zero).clamp(0, max_code)
+    return (w / scale).round_().add_(zero).clamp_(0, max_code)
 
 
 def group_view(w_NK: torch.Tensor, group_size: int) -> torch.Tensor:

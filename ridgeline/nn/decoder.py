@@ -298,6 +298,20 @@ class Decoder(nn.Module):
         assert self.lm_head is not None and self.model.norm is not None, "this stage holds no head"
         return self.lm_head(self.model.norm(x_BSC))
 
+    def head_input(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        """What the vocabulary projection is applied to."""
+        assert self.model.norm is not None, "this stage holds no head"
+        return self.model.norm(x_BSC)
+
+    def head_linear(self) -> nn.Linear:
+        """The vocabulary projection, with a weight of its own: a tied one is copied first."""
+        assert self.lm_head is not None, "this stage holds no head"
+        table = self.model.embed_tokens
+        if table is not None and self.lm_head.weight is table.weight:
+            own = self.lm_head.weight.detach().clone()
+            self.lm_head.weight = nn.Parameter(own, self.lm_head.weight.requires_grad)
+        return self.lm_head
+
     # ---- counting --------------------------------------------------------------------------
 
     def num_params(self) -> int:

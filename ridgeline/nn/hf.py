@@ -69,6 +69,33 @@ def skeleton(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     return Decoder(config, device="meta", dtype=dtype)
 
 
+def open_weights(folder: Path | str, config: DecoderConfig) -> TensorFolder:
+    """The tensors of an unquantized checkpoint, checked by name, for who reads them one at a time.
+
+    Raises: UserError for a folder that is incomplete, foreign, pickled or quantized.
+    """
+    _refuse_quantized(folder, load_hf_config(folder))
+    tensors = TensorFolder(folder)
+    found = {name for name in tensors if not name.endswith(NOT_WEIGHTS)}
+    if config.tie_embeddings:
+        _check_tied_copy(tensors)
+        found.discard("lm_head.weight")
+    expected = state_tensors(skeleton(config, torch.float32))
+    _check_same(set(expected), found, folder)
+    for name, tensor in expected.items():
+        _check_shape(name, tuple(tensor.shape), tensors)
+    return tensors
+
+
+def _refuse_quantized(folder: Path | str, raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"checkpoint: {folder} must hold plain weights, got a {method} checkpoint; "
+            "load it as a quantized model"
+        )
+
+
 def load_pretrained(
     folder: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Decoder:
@@ -78,12 +105,7 @@ def load_pretrained(
     """
     raw = load_hf_config(folder)
     config = load_config(folder)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UserError(
-            f"checkpoint: {folder} must hold plain weights, got a {method} checkpoint; "
-            "load it as a quantized model"
-        )
+    _refuse_quantized(folder, raw)
     tensors = TensorFolder(folder)
     model = skeleton(config, dtype or _stored_dtype(raw, tensors))
     assign_weights(model, tensors, device=device)
@@ -143,17 +165,21 @@ def _assign(
     owner, _, name = full_name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, name)
-    if tuple(old.shape) != tensors.shape(full_name):
-        raise UserError(
-            f"checkpoint: {full_name} must have shape {list(old.shape)}, got "
-            f"{list(tensors.shape(full_name))}; config.json does not describe these weights"
-        )
+    _check_shape(full_name, tuple(old.shape), tensors)
     tensor = tensors.get(full_name, device)
     if isinstance(old, nn.Parameter):
         tensor = tensor.to(old.dtype) if tensor.is_floating_point() else tensor
         setattr(module, name, nn.Parameter(tensor, requires_grad=old.requires_grad))
     else:
         setattr(module, name, tensor)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], tensors: TensorFolder) -> None:
+    if shape != tensors.shape(name):
+        raise UserError(
+            f"checkpoint: {name} must have shape {list(shape)}, got "
+            f"{list(tensors.shape(name))}; config.json does not describe these weights"
+        )
 
 
 def _check_tied_copy(tensors: TensorFolder) -> None:

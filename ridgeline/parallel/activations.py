@@ -3,7 +3,8 @@
 full keeps b s C elements a block and runs its forward again (a third more FLOPs). selective keeps
 what is dear to make again for its size: the attention's output and LSE, and the products with
 matrices whose output is no wider than the model (q, k, v, o, down); the MLP's wide products, norms,
-rotations and SwiGLU are made again. Then each block may be compiled.
+rotations and SwiGLU are made again. Blocks may also be compiled: one function of (block, x, step),
+so that all blocks share one compilation, the recomputation inside it.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5 (what is worth recomputing).
 """
 
@@ -22,9 +23,14 @@ from torch.utils.checkpoint import (
 )
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.attention.dispatch import attention_op
+
+Run = Callable[..., torch.Tensor]
+BACKEND = "inductor"
+"""What torch.compile hands graphs to; tests that only count graphs use a faster one."""
 
 _KEPT = (
-    torch.ops.ridgeline.attention.default,
+    attention_op,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.wait_tensor.default,
@@ -32,51 +38,50 @@ _KEPT = (
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def checkpoint_block(block: nn.Module, kind: str, width: int) -> None:
-    """Make a block recompute in its backward pass; its parameters' names stay.
+def wrap_block(block: nn.Module, kind: str, width: int, *, compiled: bool = False) -> None:
+    """Make a block recompute in its backward pass, and compile it; its parameters' names stay.
 
-    width: outputs up to which a product is kept (the model's, or its part on this rank).
+    kind: none, selective or full; width: outputs up to which selective keeps a product.
+    Raises: ValueError for a block that is sharded already.
     """
-    if kind == "none":
-        return
-    if _is_sharded(block):
-        raise wrap_order("activation checkpointing", "sharded")
-    context: Any = {}
-    if kind == "selective":
-        policy = functools.partial(_policy, width)
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        context = {"context_fn": contexts}
-    forward = block.forward
-
-    def recomputed(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context)
-
-    block.forward = recomputed
+    if any(base.__name__ == "FSDPModule" for base in type(block).__mro__):
+        raise bad_value(
+            "parallel",
+            "recomputation and compilation",
+            "come before sharding",
+            "a sharded block",
+            "build with ParallelModel, which keeps the order",
+        )
+    if kind != "none" or compiled:
+        block.forward = functools.partial(_function(kind, width, compiled), block)
 
 
-def compile_block(block: nn.Module) -> None:
-    """Compile a block's forward; all blocks share one compilation."""
-    if _is_sharded(block):
-        raise wrap_order("torch.compile", "sharded")
-    compiled: Callable[..., Any] = torch.compile(block.forward, dynamic=False)
-    block.forward = compiled
+@functools.cache
+def _function(kind: str, width: int, compiled: bool) -> Run:
+    """The one function that all blocks of a kind run."""
+    run: Run = _plain
+    if kind != "none":
+        context: dict[str, Any] = {}
+        if kind == "selective":
+            policy = functools.partial(_policy, width)
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            context = {"context_fn": contexts}
+
+        def recomputed(block: nn.Module, *args: Any) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                return _plain(block, *args)
+            found = checkpoint(
+                _plain, block, *args, use_reentrant=False, preserve_rng_state=False, **context
+            )
+            assert isinstance(found, torch.Tensor)
+            return found
+
+        run = recomputed
+    return torch.compile(run, backend=BACKEND) if compiled else run
 
 
-def wrap_order(what: str, already: str) -> ValueError:
-    """The error of wrapping in the wrong order."""
-    return bad_value(
-        "parallel",
-        what,
-        "be applied in the order tensor split, checkpointing, compile, sharding",
-        f"a block that is already {already}",
-        "build with ParallelModel, which keeps the order",
-    )
-
-
-def _is_sharded(block: nn.Module) -> bool:
-    return any(c.__name__ == "FSDPModule" for c in type(block).__mro__)
+def _plain(block: nn.Module, *args: Any) -> torch.Tensor:
+    return type(block).forward(block, *args)
 
 
 def _policy(width: int, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -100,13 +100,14 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
-
-    def check(self) -> None:
-        """Raise what went wrong beside the training, if anything did."""
         if (error := self._error) is not None:
             self._error = None
             raise error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save beside the training went wrong; `wait` raises how."""
+        return self._error is not None
 
     def _write(self, record: Record, state: State) -> None:
         if self._group is None:

@@ -64,6 +64,14 @@ class World:
             return self.context
         return self.base.get_group(axis) if getattr(self.layout, axis) > 1 else None
 
+    def close(self) -> None:
+        """Give back the groups (another layout is to be built in the same processes)."""
+        groups = [self.base.get_group(axis) for axis in _BASE]
+        groups += [] if self.context is None else [self.context]
+        for group in groups:
+            if group is not dist.group.WORLD:  # one axis may be everybody
+                dist.destroy_process_group(group)
+
 
 def start(device: str, timeout_s: float = 600.0) -> torch.device:
     """Join the processes that torchrun started: NCCL for cuda, gloo for cpu. Returns this rank's

@@ -19,8 +19,9 @@ from torch import nn
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder, DecoderPart, initial_value
 from ridgeline.parallel import clip, fsdp
-from ridgeline.parallel.activations import checkpoint_block, compile_block
+from ridgeline.parallel.activations import wrap_block
 from ridgeline.parallel.boxes import Box, box_of
+from ridgeline.parallel.collectives import Group
 from ridgeline.parallel.context import ContextPlan, local_micro_batch
 from ridgeline.parallel.layout import Indices, samples_of_rank
 from ridgeline.parallel.mesh import World
@@ -100,9 +101,9 @@ class ParallelModel:
             self._pieces[self._canonical(name)] = piece
         width = self.config.hidden_size
         for block in decoder.blocks:
-            checkpoint_block(block, layout.activation_checkpointing, width)
-            if layout.compile_blocks:
-                compile_block(block)
+            wrap_block(
+                block, layout.activation_checkpointing, width, compiled=layout.compile_blocks
+            )
         stage = Stage(decoder, self._axis, options.loss_chunk_tokens)
         last = len(decoder.blocks) - 1
         for number, block in enumerate(decoder.blocks):
@@ -341,7 +342,7 @@ def _axis(world: World) -> Axis | None:
         return None
     layout = world.layout
     return Axis(
-        group=group,
+        group=Group.of(group),
         rank=world.tp_rank,
         size=layout.tp,
         sequence_parallel=layout.sequence_parallel,

@@ -11,20 +11,30 @@ import torch
 
 from ridgeline.core import progress
 from ridgeline.core.errors import bad_type
-from ridgeline.core.protocols import BlockwiseModel, FoldableModel
+from ridgeline.core.protocols import BlockwiseModel, FoldableModel, HeadedModel
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.grid import GridSpec
 from ridgeline.quant.awq import FoldReport, FoldSearch, apply_fold, take_sample
 from ridgeline.quant.batches import Batch
-from ridgeline.quant.gptq import Hessian, LayerReport, check_finite, quantize_layers
+from ridgeline.quant.gptq import (
+    Hessian,
+    LayerReport,
+    check_finite,
+    output_error,
+    quantize_layers,
+)
+from ridgeline.quant.linear import concat_rows
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import BlockReport, ModuleReport, weight_bytes
 from ridgeline.quant.rtn import quantize_layer_rtn, quantize_layers_clipped
 from ridgeline.quant.staged import StagedBlock
 
+HEAD = "lm_head"
 _BF16_FRACTION_BITS = 7
+_HEAD_ROWS = 16384
+"""Outputs of the vocabulary projection that are solved at a time; bounds memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +92,50 @@ class BlockWorker:
             for group, inputs in staged.stages():
                 self._solve_group(result, group, inputs)
             return result, staged.finish()
+
+    def solve_head(self, index: int, batches: list[Batch]) -> BlockResult:
+        """The vocabulary projection, on what the quantized blocks put out; rows are independent, so
+        they go in parts."""
+        model, start = self._headed(), time.perf_counter()
+        layout = self.recipe.layout_of(HEAD)
+        result = BlockResult(index=index)
+        if layout is None:
+            self._skip(HEAD, result)
+            return result
+        linear = model.head_linear()
+        check_finite(linear.weight.detach(), HEAD)
+        parts = linear.weight.detach().split(_HEAD_ROWS)
+        if self.recipe.method == "rtn":
+            weight = concat_rows([quantize_layer_rtn(part, layout) for part in parts])
+            self._install(result, HEAD, weight, None, time.perf_counter() - start)
+            return result
+        hessian = Hessian.zeros(linear.weight.shape[1], linear.weight.device)
+        for batch in batches:
+            hessian.add(model.head_input(batch.x))
+        hessian.reduce(self.ranks)
+        mean_KK = hessian.mean()
+        solved = [self._solved([HEAD], [part.float()], mean_KK, layout, HEAD)[0] for part in parts]
+        weight = concat_rows([weight for weight, _ in solved])
+        loss, relative = output_error(linear.weight.detach().float(), weight.dequantize(), mean_KK)
+        report = replace(solved[0][1], loss=loss, relative_error=relative)
+        self._install(result, HEAD, weight, report, time.perf_counter() - start)
+        return result
+
+    def put_back(self, wide_VC: torch.Tensor) -> None:
+        """A finished projection from before into the model."""
+        linear = self._headed().head_linear()
+        linear.weight.copy_(wide_VC)
+
+    def _headed(self) -> HeadedModel:
+        if not isinstance(self.model, HeadedModel):
+            raise bad_type(
+                "quantize",
+                "model",
+                "give its head (head_linear, head_input) for lm_head",
+                type(self.model).__name__,
+                "leave the head as it is",
+            )
+        return self.model
 
     # ---- folds -------------------------------------------------------------------------------
 
@@ -148,17 +202,27 @@ class BlockWorker:
         start = time.perf_counter()
         modules = [self.model.blocks[result.index].get_submodule(name) for name in names]
         weights = [module.weight.detach() for module in modules]
-        grid, group = self.grid(layout), layout.group_of(mean_KK.shape[0])
         first = self.full(result.index, names[0])
-        if self.recipe.solver == "gptq":
-            solved = quantize_layers(weights, mean_KK, grid, group, self.recipe.gptq, name=first)
-        else:
-            bilinear = self.model.bilinear() if isinstance(self.model, FoldableModel) else ()
-            clipped = [self.recipe.awq.clip and name not in bilinear for name in names]
-            solved = quantize_layers_clipped(weights, mean_KK, grid, group, clipped, name=first)
+        solved = self._solved(names, weights, mean_KK, layout, first)
         seconds = (time.perf_counter() - start) / len(names)
         for name, (weight, report) in zip(names, solved, strict=True):
             self._install(result, name, weight, report, seconds)
+
+    def _solved(
+        self,
+        names: list[str],
+        weights: list[torch.Tensor],
+        mean_KK: torch.Tensor,
+        layout: WeightFormat,
+        first: str,
+    ) -> list[tuple[QuantizedWeight, LayerReport]]:
+        """Codes of layers on one input, as the recipe finds them."""
+        grid, group = self.grid(layout), layout.group_of(mean_KK.shape[0])
+        if self.recipe.solver == "gptq":
+            return quantize_layers(weights, mean_KK, grid, group, self.recipe.gptq, name=first)
+        bilinear = self.model.bilinear() if isinstance(self.model, FoldableModel) else ()
+        clipped = [self.recipe.awq.clip and name not in bilinear for name in names]
+        return quantize_layers_clipped(weights, mean_KK, grid, group, clipped, name=first)
 
     def grid(self, layout: WeightFormat) -> GridSpec:
         """The form's grid with scales as the recipe wants them."""
@@ -182,8 +246,11 @@ class BlockWorker:
         seconds: float,
     ) -> None:
         """Keep the result, put the dequantized weight into the model, say what happened."""
-        module = self.model.blocks[result.index].get_submodule(name)
-        full = self.full(result.index, name)
+        if name == HEAD:
+            module, full = self._headed().head_linear(), HEAD
+        else:
+            module = self.model.blocks[result.index].get_submodule(name)
+            full = self.full(result.index, name)
         if module.bias is not None:
             bias_N = module.bias.detach().to(weight.scale_NR.dtype)
             weight = replace(weight, bias_N=bias_N)

@@ -41,6 +41,8 @@ class Around:
     """Tokens of each calibration row, right padding left out; None: rows are full."""
     on_block: OnBlock | None = None
     """Called with (index, {full name: weight}) as each block is done, to stream it out."""
+    keep_weights: bool = True
+    """Whether the result holds the weights; False where on_block takes them."""
     journal: Journal | None = None
     """Keeps every finished block on disk and goes on from there; the result then holds no
     weights."""
@@ -132,6 +134,7 @@ class _Run:
         self.model, self.recipe = worker.model, worker.recipe
         self.weights: dict[str, QuantizedWeight] = {}
         self.results: list[BlockResult] = []
+        self.head_done = False
 
     def all_blocks(self, token_ids_BS: torch.Tensor | None) -> int:
         """Every block that the journal does not hold yet; returns the calibration tokens."""
@@ -149,13 +152,37 @@ class _Run:
             done = sum(len(r.reports) + len(r.skipped) for r in self.results)
             self.worker.advance(done, note=f"{state.blocks} blocks kept from before")
             indices = indices[state.blocks :]
+            self.head_done = len(self.results) < state.blocks
         elif self.recipe.method != "rtn" or evaluation is not None:
             batches = [batch.carrying(self.model.embed(batch.x)) for batch in batches]
             if evaluation is not None:
                 evaluation.embed()
         for index in indices:
             batches = self._block(index, batches)
+        if self.recipe.lm_head:
+            self._head(batches)
         return tokens
+
+    def _head(self, batches: list[Batch]) -> None:
+        """The vocabulary projection, as one more block after the last."""
+        evaluation, journal = self.around.evaluation, self.around.journal
+        index = len(self.results)
+        if evaluation is not None:
+            evaluation.before_head()
+        if self.head_done and journal is not None:
+            result = journal.result_of(index)
+            self.worker.put_back(journal.head_weight(index))
+        else:
+            result = self.worker.solve_head(index, batches)
+            if journal is not None:
+                contents = [batch.x for batch in batches]
+                journal.keep(self.model, result, contents, evaluation, self.around.ranks)
+        if self.around.on_block is not None:
+            self.around.on_block(index, result.weights)
+        if journal is None and self.around.keep_weights:
+            self.weights |= result.weights
+        result.weights = {}
+        self.results.append(result)
 
     def _start(self, token_ids_BS: torch.Tensor | None) -> tuple[list[Batch], int]:
         """(this rank's batches of token ids, tokens of all ranks)."""
@@ -201,11 +228,10 @@ class _Run:
         if journal is not None:
             contents = [batch.x for batch in batches]
             journal.keep(self.model, result, contents, evaluation, self.around.ranks)
-        else:
+        elif self.around.keep_weights:
             self.weights |= result.weights
         if streamed is not None:
             streamed.release_block(index)
-        if journal is not None:
-            result.weights = {}
+        result.weights = {}
         self.results.append(result)
         return batches

@@ -80,6 +80,7 @@ def config_of(
         damping=recipe.gptq.damping if is_gptq else None,
         true_sequential=is_gptq,
         static_groups=is_gptq and recipe.gptq.order == "static",
+        lm_head="lm_head" in set(layers),
     )
 
 
@@ -218,6 +219,8 @@ def write_stored(
     config: config.json without an entry for quantization. Raises: UserError as write_checkpoint.
     """
     entry = quantization.to_dict()
+    if "lm_head" in packed_layers(each.name for each in stored):
+        config = {**config, "tie_word_embeddings": False}  # the head has its own weight now
     with atomic_dir(Path(folder), overwrite=overwrite) as temporary:
         _write_json(temporary / "config.json", {**config, "quantization_config": entry})
         if quantization.side_file:

@@ -13,7 +13,7 @@ import math
 import torch
 
 from ridgeline.core import progress
-from ridgeline.core.protocols import BlockwiseModel
+from ridgeline.core.protocols import BlockwiseModel, HeadedModel
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.report import EvaluationReport
 
@@ -28,6 +28,7 @@ class Evaluation:
     ) -> None:
         self.model, self.window = model, token_ids_WS.shape[1]
         self.ids = (ranks or Ranks()).share(list(token_ids_WS))
+        self.exact_head = model.head
         self.exact: list[torch.Tensor] = []
         self.quantized: list[torch.Tensor] = []
 
@@ -47,8 +48,15 @@ class Evaluation:
         for x, y in zip(self.exact, self.quantized, strict=True):
             sums[0] += (y.float() - x.float()).square().sum().double().cpu()
             sums[1] += x.float().square().sum().double().cpu()
-        sums = _summed(sums, ranks, self.exact)
+        sums = _summed(sums, ranks)
         return float((sums[0] / sums[1].clamp(min=1e-30)).sqrt())
+
+    def before_head(self) -> None:
+        """Remember the projection as it is in the unquantized model."""
+        assert isinstance(self.model, HeadedModel)
+        model, linear = self.model, self.model.head_linear()
+        weight, bias = linear.weight.detach().clone(), linear.bias
+        self.exact_head = lambda x: torch.nn.functional.linear(model.head_input(x), weight, bias)
 
     def state(self) -> list[torch.Tensor]:
         """Both streams, for a journal."""
@@ -67,7 +75,7 @@ class Evaluation:
                 for start in range(0, self.window - 1, _SLICE_TOKENS):
                     end = min(start + _SLICE_TOKENS, self.window - 1)
                     target = ids[start + 1 : end + 1]
-                    p = self.model.head(x[:, start:end])[0].float().log_softmax(-1)
+                    p = self.exact_head(x[:, start:end])[0].float().log_softmax(-1)
                     q = self.model.head(y[:, start:end])[0].float().log_softmax(-1)
                     sums += torch.stack(
                         [
@@ -79,7 +87,7 @@ class Evaluation:
                         ]
                     ).cpu()
                 advance(1)
-        before, after, kl, agree, tokens = _summed(sums, ranks, self.exact).tolist()
+        before, after, kl, agree, tokens = _summed(sums, ranks).tolist()
         return EvaluationReport(
             ppl_before=math.exp(min(before / tokens, 700.0)),
             ppl_after=math.exp(min(after / tokens, 700.0)),
@@ -90,10 +98,10 @@ class Evaluation:
         )
 
 
-def _summed(sums: torch.Tensor, ranks: Ranks, near: list[torch.Tensor]) -> torch.Tensor:
+def _summed(sums: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Over ranks, on the device that they talk through."""
     if ranks.world == 1:
         return sums
-    there = sums.to(near[0].device) if near else sums
+    there = sums.to(ranks.device)
     ranks.sum_(there)
     return there.cpu()

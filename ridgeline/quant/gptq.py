@@ -22,6 +22,7 @@ import torch
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.grid import GridSpec, group_view, range_params
+from ridgeline.kernels.gptq_columns import op as columns_op
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
@@ -293,15 +294,51 @@ class _Solver:
     def solve(self) -> torch.Tensor:
         """All columns, block by block: signed codes (code - zero) [K, N] in processing order."""
         work_KN = self.target_KN[self.factor.order_K]
-        upper_KK, block = self.factor.upper_KK, self.options.block
+        upper_KK, K = self.factor.upper_KK, len(work_KN)
         signed_KN = torch.empty_like(work_KN)
-        for start in range(0, len(work_KN), block):
-            stop = min(start + block, len(work_KN))
-            error_BN = self._solve_block(work_KN, signed_KN, start, stop)
-            if stop < len(work_KN):
+        fused = columns_op.fused(work_KN.device, work_KN.dtype)
+        start = 0
+        while start < K:
+            stop = self._block_end(start, fused is not None)
+            if fused is None:
+                error_BN = self._solve_block(work_KN, signed_KN, start, stop)
+            else:
+                error_BN = self._solve_fused(fused, work_KN, signed_KN[start:stop], start)
+            if stop < K:
                 work_KN[stop:].addmm_(upper_KK[start:stop, stop:].T, error_BN, alpha=-1)
+            start = stop
         self.known = True
         return signed_KN
+
+    def _block_end(self, start: int, fused: bool) -> int:
+        """Where the block from a step on ends; a fused one does not go past a group whose
+        parameters are still to be set."""
+        stop = min(start + self.options.block, len(self.target_KN))
+        if not fused:
+            return stop
+        stop = min(stop, start + columns_op.MAX_STEPS)
+        if not self.known:
+            stop = min(stop, (start // self.group_size + 1) * self.group_size)
+        return stop
+
+    def _solve_fused(
+        self, fused: columns_op.Solve, work_KN: torch.Tensor, signed_BN: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """The columns of one block in one launch; their errors over U_kk."""
+        stop = start + len(signed_BN)
+        if not self.known and start % self.group_size == 0:
+            self._set_group(work_KN, work_KN[:0], start, start)
+        error_BN = torch.empty_like(signed_BN)
+        columns = columns_op.Columns(
+            work_BN=work_KN[start:stop],
+            upper_BB=self.factor.upper_KK[start:stop, start:stop],
+            scale_RN=self.scale_RN,
+            zero_RN=self.zero_RN,
+            group_B=self.step_group_K[start:stop].to(torch.int32),
+            max_code=self.spec.max_code,
+        )
+        fused(columns, signed_BN, error_BN)
+        return error_BN
 
     def _solve_block(
         self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int

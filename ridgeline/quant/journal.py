@@ -30,7 +30,7 @@ from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path, atomic_write_text
 from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.quant.awq import FoldReport
-from ridgeline.quant.block import BlockResult
+from ridgeline.quant.block import HEAD, BlockResult
 from ridgeline.quant.evaluate import Evaluation
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
@@ -124,8 +124,15 @@ class Journal:
             folds=[
                 FoldReport(**{**row, "consumers": tuple(row["consumers"])}) for row in said["folds"]
             ],
-            block=BlockReport(**said["block"]),
+            block=None if said["block"] is None else BlockReport(**said["block"]),
         )
+
+    def head_weight(self, index: int) -> torch.Tensor:
+        """The finished projection, dequantized."""
+        layout = self.recipe.layout_of(HEAD)
+        assert layout is not None
+        tensors = load_file(self.folder / f"block-{index:05d}.safetensors")
+        return layout.dequant_ref({n.rpartition(".")[2]: t for n, t in tensors.items()})
 
     def keep(
         self,

@@ -22,17 +22,19 @@ Item = TypeVar("Item")
 class Ranks:
     """This process's place among `world` processes; one process needs no torch.distributed."""
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu") -> None:
+        """device: what the processes talk through, of this one."""
+        self.rank, self.world, self.device = rank, world, torch.device(device)
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Meet the other processes that torchrun started (gloo on a CPU, NCCL on GPUs)."""
+        """Meet the other processes that torchrun started (gloo on a CPU, NCCL on GPUs); device:
+        this one's, with its index."""
         if env.world_size() == 1:
             return cls()
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This rank's items: every world-th."""

@@ -92,6 +92,8 @@ class Recipe:
     own."""
     overrides: tuple[Override, ...] = ()
     """The first whose pattern matches a layer counts."""
+    lm_head: bool = False
+    """Quantize the vocabulary projection too."""
     batch_sequences: int = 8
     """Sequences of a calibration forward; bounds memory."""
     exact_bf16_scales: bool = True

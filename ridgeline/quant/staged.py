@@ -43,6 +43,8 @@ class _Forward(threading.Thread):
             self._wait()
             batch, self.batch = self.batch, None
             assert batch is not None
+            if batch.x.is_cuda:  # a new thread's current device is the first one
+                torch.cuda.set_device(batch.x.device)
             with torch.no_grad():
                 output = run_batch(self.staged.model, self.staged.index, batch)
             self.output = batch.carrying(output)

@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY = "#3f83d6", "#dd7a36", "#3c9d70", "#8a8f98"
 _INK, _LINE = "#010203", "#030201"
@@ -143,6 +143,8 @@ def lines(
             )
         if log:
             axes.set_yscale("log")
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(FuncFormatter(lambda value, _: f"{value:.3g}"))
         else:
             axes.set_ylim(bottom=0.0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

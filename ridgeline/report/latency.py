@@ -28,7 +28,7 @@ def latency_figure(panels: Sequence[tuple[str, Sequence[float]]]) -> str:
                 value = ordered[max(0, -(-mark * len(ordered) // 100) - 1)]
                 axes.plot(value, mark, "o", color=color, markersize=5)
                 axes.annotate(
-                    f"p{mark} {value:.3g} ms", (value, mark), (-6, 4),
+                    f"p{mark} {_number(value)} ms", (value, mark), (-6, 4),
                     textcoords="offset points", ha="right", va="bottom",
                 )  # fmt: skip
             right = 1.08 * ordered[-1] if ordered else 1.0
@@ -43,3 +43,8 @@ def latency_figure(panels: Sequence[tuple[str, Sequence[float]]]) -> str:
         text = svg_text(figure, "latency")
     head, _, rest = text.partition(">")
     return f"{head}>{_PAGE}{rest}"
+
+
+def _number(value: float) -> str:
+    """Three significant digits, thousands whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

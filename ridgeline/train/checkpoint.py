@@ -76,20 +76,20 @@ def tokenizer_files(path: Path) -> dict[str, str]:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """States of PyTorch's generators (nothing else draws random numbers here)."""
+    """States of PyTorch's generators that this process uses: the CPU's and its GPU's (nothing else
+    draws random numbers here)."""
     found = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        found["cuda"] = torch.cuda.get_rng_state()
     return found
 
 
 def set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    """Take over what `rng_state` gave; states of GPUs that this machine lacks are left out."""
+    """Take over what `rng_state` gave; a GPU's is left out where there is none."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"cuda.{index}" in states:
-            torch.cuda.set_rng_state(states[f"cuda.{index}"], index)
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _rng_prefix(rank: int) -> str:

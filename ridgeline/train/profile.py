@@ -66,7 +66,7 @@ def split(events: Iterable[tuple[str, bool, float, float]]) -> dict[str, float]:
         if low.startswith("gloo:") or (on_gpu and low.startswith("nccl")):
             between_stages = any(word in low for word in ("send", "recv"))
             (pipeline if between_stages else collectives).append((start, end))
-        elif on_gpu or low.startswith("aten::"):
+        elif (on_gpu and not low.startswith(("memcpy", "memset"))) or low.startswith("aten::"):
             compute.append((start, end))
     busy = length(compute)
     with_pipeline = length(compute + pipeline)
@@ -120,6 +120,8 @@ class StepProfiler:
                 record.end_ns() / 1e3,
             )
             for record in found.profiler.kineto_results.events()
+            # A name put around kernels is no kernel; on the host gloo's work is such a name.
+            if not (record.device_type() == DeviceType.CUDA and record.is_user_annotation())
         ]
         if step == self._config.profile_step:
             self._write(found, step)

@@ -20,8 +20,9 @@ Result = TypeVar("Result")
 SAVE_GROUP = "checkpoint"
 """Name of the group that checkpoints are written over."""
 
-_SPARE_S = 120.0
-"""How much later than the run's own report PyTorch gives a collective up."""
+_SPARE_S = 6 * 3600.0
+"""How much later than the run's own report PyTorch gives a collective up: the ranks may wait that
+long for the first one to tokenize the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

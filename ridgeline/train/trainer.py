@@ -57,6 +57,9 @@ from ridgeline.train.stop import StopRequest
 from ridgeline.train.toml import to_toml
 from ridgeline.train.watchdog import Watchdog
 
+_SAVE_FAILED = 1000
+"""Above all numbers of signals."""
+
 OnStep = Callable[[dict[str, Any]], None]
 
 
@@ -78,8 +81,10 @@ class TrainResult:
     """Losses of the steps that this call logged, natural log per token."""
     eval_loss: float | None
     """Loss on the evaluation samples after the last step."""
+    ranks: int
+    """Processes."""
     tokens_per_s: float
-    """Of the last logged interval."""
+    """Of the last logged interval, all processes together."""
     mfu_causal: float
     mfu_noncausal: float
     checkpoint: Path | None
@@ -165,8 +170,15 @@ class _Run:
         return self._result(interrupted, exported)
 
     def _stopped(self, stop: StopRequest) -> str | None:
-        """Why to stop, the same on every rank: a signal may reach them in different steps."""
-        return stop.named(self.ranks.any_of(stop.number))
+        """Why to stop, the same on every rank: a signal, or the end of a failed save, may reach
+        them in different steps.
+
+        Raises: UserError on every rank for a save that failed.
+        """
+        agreed = self.ranks.any_of(_SAVE_FAILED if self.saver.failed else stop.number)
+        if agreed == _SAVE_FAILED:
+            self._wait_for_save()
+        return stop.named(agreed)
 
     def close(self) -> None:
         """End what outlives an error. Of several ranks one may be gone: its part of a save under
@@ -213,7 +225,6 @@ class _Run:
         """One optimizer step; False where it was abandoned for a stop, with nothing changed."""
         number = self.step + 1
         self.watchdog.beat(number, "training")
-        self.saver.check()
         indices = self.data.order(self.consumed, self.config.batch_samples)
         self._due_row = number % self.config.log.every_steps == 0 or number == self.config.steps
         due = self._due_row or self._due_eval(number) or self._due_save(number)
@@ -393,6 +404,7 @@ class _Run:
             interrupted=interrupted,
             losses=tuple(self.losses),
             eval_loss=self.eval_loss,
+            ranks=self.ranks.size,
             tokens_per_s=self.rates["tokens_per_s"],
             mfu_causal=self.rates["mfu_causal"],
             mfu_noncausal=self.rates["mfu_noncausal"],

@@ -9,6 +9,7 @@ killed or cut off.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -110,16 +111,14 @@ class Watchdog:
 def last_collectives(count: int = 8) -> list[dict[str, Any]]:
     """This process's last collectives from PyTorch's flight recorder, oldest first: those under way
     and the last others, a checkpoint's beside the training left out where they are finished."""
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
-        c10d, "_dump_nccl_trace_json", None
-    )
-    if dump is None:
-        return []
-    try:
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    except (RuntimeError, ValueError, TypeError):
-        return []
-    found = [
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's recorder and NCCL's
+        if (dump := getattr(c10d, name, None)) is not None:
+            with contextlib.suppress(RuntimeError, ValueError, TypeError):
+                found = json.loads(dump(includeCollectives=True, onlyActive=False))
+                entries += found.get("entries", [])
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    made = [
         {
             "name": entry.get("profiling_name", "?"),
             "number": entry.get("collective_seq_id", entry.get("p2p_seq_id", 0)),
@@ -129,7 +128,7 @@ def last_collectives(count: int = 8) -> list[dict[str, Any]]:
         }
         for entry in entries
     ]
-    mine = [each for each in found if not each["finished"] or SAVE_GROUP not in each["group"]]
+    mine = [each for each in made if not each["finished"] or SAVE_GROUP not in each["group"]]
     last = len(mine) - count
     return [each for place, each in enumerate(mine) if place >= last or not each["finished"]]
 

@@ -17,8 +17,7 @@ import torch
 from ridgeline.core.dtypes import torch_dtype
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
-from ridgeline.nn.hf import load_pretrained, state_tensors
-from ridgeline.nn.tensorfile import TensorFolder
+from ridgeline.nn.hf import load_pretrained, open_weights, state_tensors
 from ridgeline.parallel.loss import linear_cross_entropy
 from ridgeline.parallel.mesh import build_world
 from ridgeline.parallel.model import ModelOptions, ParallelModel
@@ -174,7 +173,7 @@ class ManyProcesses:
         self.model = ParallelModel(shape, build_world(config.layout, device), options)
         if config.model.init == "weights":
             assert config.model.folder is not None
-            self.model.load_weights(TensorFolder(config.model.folder).get)
+            self.model.load_weights(open_weights(config.model.folder, shape).get)
         else:
             self.model.init_weights(config.seed)
         self.optimizer = PartOptimizer(self.model.parameters_here().items(), config.optim)

@@ -55,12 +55,21 @@ FLAGS = {
     "--micro-batch-samples --seed --tolerance --device",
     "quantize": "--model --out --text --json-field --method --bits --format --group-size "
     "--symmetry --act-order --damp --clip --no-clip --sequences --sequence-tokens "
-    "--batch-sequences --seed --skip --override --held-out --held-out-windows --max-kl "
-    "--max-ppl-increase --max-shard-gb --dry-run --no-dry-run --overwrite --no-overwrite --dtype "
-    "--device",
+    "--batch-sequences --seed --skip --override --lm-head --no-lm-head "
+    "--target-bits --widths --held-out "
+    "--held-out-windows --max-kl --max-ppl-increase --max-shard-gb --dry-run --no-dry-run "
+    "--overwrite --no-overwrite --dtype --device",
     "eval": "--model --text --window --max-windows --dtype --device",
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
+    "serve": "--model --name --host --port --api-key-file --without-key --no-without-key --dry-run "
+    "--no-dry-run --dtype --device --kv-dtype --max-model-len --max-num-seqs --max-step-tokens "
+    "--memory-gib --prefix-cache --no-prefix-cache --batch-invariant --no-batch-invariant "
+    "--speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests --max-queue-tokens "
+    "--deadline-s --drain-s --watch --reload-root",
+    "bench serve": "--url --model --requests --rate --concurrency --input-tokens --output-tokens "
+    "--lengths --spread --prefix-tokens --prefix-groups --temperature --warmup --seed --vocab-size "
+    "--out",
     "convert": "--source --out --dtype --format --lossy --no-lossy --max-shard-gb --overwrite "
     "--no-overwrite",
 }
@@ -84,7 +93,7 @@ def test_a_command_is_a_function_of_its_name(name):
     assert command.run.__module__ == f"ridgeline.cli.{name}"
 
 
-@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"explain", "tune", "train"}))
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"explain", "tune", "train", "bench"}))
 def test_the_summary_is_the_configs(name):
     assert cli.load_command(name).config.__doc__ == cli.COMMANDS[name]
 

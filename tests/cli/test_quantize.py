@@ -13,31 +13,53 @@ from pathlib import Path
 import pytest
 import torch
 
+from ridgeline.cli import calibration, quantize_report
 from ridgeline.cli import main as cli
 from ridgeline.cli.calibration import Request, read_tokens
 from ridgeline.cli.quantize import QuantizeConfig, quantize, recipe_of
 from ridgeline.cli.quantize_run import journal_folder
 from ridgeline.core import env, files, progress
 from ridgeline.core.errors import UserError
+from ridgeline.core.text import TextSplit
 from ridgeline.engine.load import open_model
-from ridgeline.nn.hf import load_hf_config, load_pretrained, state_tensors
+from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.hf import load_hf_config, load_pretrained, save_pretrained, state_tensors
 from ridgeline.nn.perplexity import compare, perplexity
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import save_quantized
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.linear import QuantizedLinear
+from ridgeline.quant.predict import Rates
 from ridgeline.quant.recipe import calibration_blocks
 
 ROOT = Path(__file__).parents[2]
 
 
+TEXT = "The quick brown fox jumps over the lazy dog. " * 45
+
+
+def config_of(model: Path, text: Path, out: Path) -> QuantizeConfig:
+    return QuantizeConfig(
+        model=model, out=out, text=text, method="awq+gptq", group_size=32, sequences=8,
+        sequence_tokens=64, batch_sequences=2, held_out_windows=3, device="cpu",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def config(model_folder, text_file, tmp_path) -> QuantizeConfig:
-    return QuantizeConfig(
-        model=model_folder, out=tmp_path / "out", text=text_file, method="awq+gptq",
-        group_size=32, sequences=8, sequence_tokens=64, batch_sequences=2, held_out_windows=3,
-        device="cpu",
-    )  # fmt: skip
+    assert text_file.read_text() == TEXT
+    return config_of(model_folder, text_file, tmp_path / "out")
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request, monkeypatch):
+    """Drawing takes longer than everything else here: one test looks at the page."""
+    if request.function is not test_reports:
+        monkeypatch.setattr(quantize_report, "page", lambda *_: None)
+        monkeypatch.setattr(quantize_report, "render", lambda _: "")
+        rates = Rates(flops=1e11, elements=1e9)
+        monkeypatch.setattr(Rates, "measure", lambda *_: rates)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -133,6 +155,33 @@ def test_other_widths(config, bits):
     assert open_model(config.out).weights == f"compressed-tensors {bits}-bit group 32"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_too(config, tied, tmp_path, monkeypatch):
+    """A tied head gets a weight of its own; stopped after it, a run goes on to the same bytes."""
+    source = load_pretrained(config.model)
+    raw = load_hf_config(config.model)
+    if raw["tie_word_embeddings"] != tied:
+        folder = tmp_path / "model"
+        shape = replace(source.config, tie_embeddings=tied)
+        save_pretrained(Decoder(shape, seed=2), folder, tokenizer_from=config.model)
+        config = replace(config, model=folder)
+    config = replace(config, method="gptq", lm_head=True, format="compressed-tensors")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "remove", lambda self: None)
+        first = quantize(replace(config, max_shard_gb=1.0))
+    again = quantize(replace(config, overwrite=True))  # from the kept blocks and head
+    assert first["layers"] == again["layers"] == 15
+    assert first["evaluation"] == again["evaluation"]
+    opened = open_model(config.out)
+    head = opened.model.lm_head
+    assert isinstance(head, QuantizedLinear) and not opened.model.tied
+    base = load_pretrained(config.model)
+    assert torch.equal(opened.model.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    wrong = (head.dequantize() - base.lm_head.weight).norm() / base.lm_head.weight.norm()
+    assert 0 < wrong < 0.2
+    assert first["worst"][0]["name"]
+
+
 def test_methods_choose_their_symmetry(config):
     assert replace(config, method="gptq").symmetric and not replace(config, method="awq").symmetric
     assert replace(config, method="awq", symmetry="symmetric").symmetric
@@ -146,11 +195,20 @@ class _KilledError(BaseException):
     pass
 
 
-@pytest.mark.parametrize("moment", [1, 3, 5, 7, 9, 10])
-def test_stopped_at_any_write_and_resumed(config, tmp_path, monkeypatch, moment):
+@pytest.fixture(scope="module")
+def whole(model_folder, tmp_path_factory) -> dict[str, bytes]:
+    """What `config`'s run gives when nothing stops it."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = folder / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    quantize(config_of(model_folder, text, folder / "out"))
+    return weights(folder / "out")
+
+
+@pytest.mark.parametrize("moment", [2, 5, 8, 10])
+def test_stopped_at_any_write_and_resumed(config, whole, monkeypatch, moment):
     """Stop at the n-th file that would appear (ten do): the next run redoes at most one block and
     gives the same bytes."""
-    quantize(replace(config, out=tmp_path / "whole"))
     left, real = [moment], files.os.replace
 
     def replace_or_stop(*paths):
@@ -175,7 +233,7 @@ def test_stopped_at_any_write_and_resumed(config, tmp_path, monkeypatch, moment)
     monkeypatch.setattr(Journal, "keep", counted)
     quantize(config)
     assert made == list(range(before, 2))
-    assert weights(config.out) == weights(tmp_path / "whole")
+    assert weights(config.out) == whole
     assert not folder.exists()
 
 
@@ -183,6 +241,7 @@ KILL = """
 import os, signal, sys
 from ridgeline.cli import main
 from ridgeline.quant.journal import Journal
+from ridgeline.quant.linear import QuantizedLinear
 keep = Journal.keep
 def kill(self, model, result, *rest):
     if result.index == 1:
@@ -193,7 +252,7 @@ main.main(sys.argv[1:])
 """
 
 
-def test_kill_minus_nine(config, tmp_path):
+def test_kill_minus_nine(config, whole):
     words = ["quantize", "--model", str(config.model), "--text", str(config.text)]
     words += ["--method", "awq+gptq", "--group-size", "32", "--sequences", "8", "--device", "cpu"]
     words += ["--sequence-tokens", "64", "--batch-sequences", "2", "--held-out-windows", "3"]
@@ -204,34 +263,21 @@ def test_kill_minus_nine(config, tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not config.out.exists()
     assert len(list(journal_folder(config.out).glob("done-*"))) == 1
-    progress.set_mode("quiet")
     quantize(config)
-    quantize(replace(config, out=tmp_path / "whole"))
-    assert weights(config.out) == weights(tmp_path / "whole")
+    assert weights(config.out) == whole
 
 
-def test_another_recipe_starts_over(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(Journal, "remove", lambda self: None)  # as if stopped at the very end
-    quantize(config)
-    other = replace(config, damp=0.05, overwrite=True)
+def test_another_run_starts_over_and_says_why(config, whole, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "remove", lambda self: None)  # as if stopped at the very end
+        quantize(replace(config, method="gptq", seed=1))
     progress.set_mode("lines")
     try:
-        quantize(other)
-    finally:
-        progress.set_mode("quiet")
-    quantize(replace(other, out=tmp_path / "whole"))
-    assert weights(config.out) == weights(tmp_path / "whole")
-
-
-def test_what_changed_is_said(config, monkeypatch, capsys):
-    monkeypatch.setattr(Journal, "remove", lambda self: None)
-    quantize(config)
-    progress.set_mode("lines")
-    try:
-        quantize(replace(config, seed=1, damp=0.05, overwrite=True))
+        quantize(replace(config, overwrite=True))
     finally:
         progress.set_mode("quiet")
     assert "had another data, recipe; starting over" in capsys.readouterr().out
+    assert weights(config.out) == whole
 
 
 def test_a_foreign_folder_in_its_place_is_refused(config):
@@ -295,7 +341,7 @@ def test_flags_that_make_no_sense(config, changes, part):
 # ---- data ------------------------------------------------------------------------------------
 
 
-def request(path: Path, **changes) -> Request:
+def asked(path: Path | None, **changes) -> Request:
     fields = {"text": path, "json_field": "text", "sequences": 3, "sequence_tokens": 32, "seed": 0}
     return Request(**(fields | {"held_out": None, "held_out_windows": 0} | changes))
 
@@ -308,13 +354,24 @@ def test_json_lines_of_texts_and_chats(model_folder, tmp_path):
         {"messages": [{"role": "user", "content": "c"}]},
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    found = read_tokens(request(path), Tokenizer(model_folder))
+    found = read_tokens(asked(path), Tokenizer(model_folder))
     assert found.lengths_B is not None and found.ids_BS.shape == (3, 32)
     rows = {
         bytes(row[:length].tolist()).decode()
         for row, length in zip(found.ids_BS, found.lengths_B, strict=True)
     }
     assert rows == {"a" * 20, "b" * 32, "<user>c\n"} and found.count == 20 + 32 + 8
+
+
+def test_the_built_in_set(model_folder, monkeypatch):
+    """Calibration from its first half, held-out windows from its test part."""
+    split = TextSplit(calibration="a" * 500, train=(), test="b" * 80)
+    monkeypatch.setattr(calibration, "wiki_split", lambda: split)
+    found = read_tokens(asked(None, held_out_windows=4), Tokenizer(model_folder))
+    assert found.source == "built-in Wikipedia leads" and found.lengths_B is None
+    assert torch.equal(found.ids_BS, torch.full((3, 32), ord("a")))
+    assert found.held_out_WS is not None
+    assert torch.equal(found.held_out_WS, torch.full((2, 32), ord("b")))
 
 
 def test_padding_changes_nothing(config, tmp_path):
@@ -327,7 +384,7 @@ def test_padding_changes_nothing(config, tmp_path):
     config = replace(config, text=path, sequences=6, held_out_windows=0, method="gptq")
     first = quantize(config)
     assert first["calibration_tokens"] == sum(lengths)
-    padded = read_tokens(request(path, sequences=6, sequence_tokens=64), Tokenizer(config.model))
+    padded = read_tokens(asked(path, sequences=6, sequence_tokens=64), Tokenizer(config.model))
     other = padded.ids_BS.clone()
     for row, length in zip(other, padded.lengths_B.tolist(), strict=True):
         row[length:] = 5  # whatever stands in the padding
@@ -347,7 +404,7 @@ def test_little_text_is_said(model_folder, tmp_path, capsys):
     path.write_text('{"text": "short"}\n')
     progress.set_mode("lines")
     try:
-        read_tokens(request(path), Tokenizer(model_folder))
+        read_tokens(asked(path), Tokenizer(model_folder))
     finally:
         progress.set_mode("quiet")
     said = capsys.readouterr().out
@@ -368,15 +425,15 @@ def test_lines_that_cannot_be_read(model_folder, tmp_path, line, part):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UserError, match=part):
-        read_tokens(request(path), Tokenizer(model_folder))
+        read_tokens(asked(path), Tokenizer(model_folder))
 
 
 def test_held_out_text_of_ones_own(model_folder, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("x" * 100)
-    asked = request(text_file, held_out=other, held_out_windows=9)
-    found = read_tokens(asked, Tokenizer(model_folder))
+    wanted = asked(text_file, held_out=other, held_out_windows=9)
+    found = read_tokens(wanted, Tokenizer(model_folder))
     assert found.held_out_WS is not None and found.held_out_WS.shape == (3, 32)
     other.write_text("x" * 10)
     with pytest.raises(UserError, match="must hold 32 tokens, got 10"):
-        read_tokens(asked, Tokenizer(model_folder))
+        read_tokens(wanted, Tokenizer(model_folder))

@@ -13,14 +13,14 @@ import torch
 
 from ridgeline.cli.quickstart import quickstart
 from ridgeline.cli.stage import QuickstartConfig
-from ridgeline.cli.stages import perplexity, quantize, roofline, train, weights
+from ridgeline.cli.stages import parallel, perplexity, quantize, roofline, train, weights
 from ridgeline.core.arch import Ceilings, detect, save_ceilings
 from ridgeline.core.text import split_documents
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import load_config, load_pretrained, save_pretrained
 from ridgeline.nn.tensorfile import TensorFolder
 
-NAMES = "machine weights perplexity quantize generate train roofline report".split()
+NAMES = "machine weights perplexity quantize generate train parallel roofline report".split()
 
 
 class _Page(HTMLParser):
@@ -60,7 +60,7 @@ def results(tiny, tmp_path_factory):
     save_ceilings(detect("cpu"), kept)
     patch.setattr("ridgeline.cli.doctor.measure_ceilings", lambda *_: kept)
     patch.setattr(weights, "model_folder", lambda: tiny)
-    for stage in (perplexity, quantize, train):
+    for stage in (perplexity, quantize, train, parallel):
         patch.setattr(stage, "wiki_split", lambda: split_documents(documents))
     patch.setattr(quantize, "GROUP", 32)
     for name, value in {"SEQLEN": 32, "SAMPLES": 2, "VOCAB": 280, "PRESET": "tiny"}.items():
@@ -112,6 +112,14 @@ def test_the_run_that_was_stopped_equals_the_one_that_was_not(results):
     assert said["resumed_at"] == 3 and len(said["losses"]) == 9
     assert said["uninterrupted"] == said["losses"][3:5] and said["largest_difference"] == 0.0
     assert said["losses"][-1] < said["losses"][0]
+
+
+def test_four_processes_equal_one_and_hand_over_to_one(results):
+    said = results["parallel"]
+    assert said["ranks"] == 4 and said["resumed_at"] == 4 and len(said["losses"]) == 6
+    assert said["losses"] == pytest.approx(said["reference_losses"], rel=1e-5)
+    assert said["largest_norm_difference"] < 1e-4
+    assert said["step_ms"]["bubble"] > 0
 
 
 def test_kernels_stand_under_their_floors(results):

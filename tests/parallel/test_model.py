@@ -14,7 +14,7 @@ from ridgeline.parallel.layout import Layout
 from ridgeline.parallel.mesh import LayoutError, same_everywhere, together
 from ridgeline.parallel.verify import Reference, compare, random_batch
 from tests.parallel.harness import run_ranks
-from tests.parallel.layouts import SEQLEN, TIED, TINY, batch_samples, build
+from tests.parallel.layouts import SEQLEN, TIED, TINY, batch_samples, build, compare_with_one
 
 pytestmark = pytest.mark.dist
 
@@ -190,6 +190,35 @@ def test_selective_keeps_products_no_wider_than_the_model(width, kept):
     assert other == CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _compiled(rank: int, layout: Layout) -> tuple[bool, int]:
+    activations.BACKEND = "aot_eager"
+    report = compare_with_one(rank, layout, TINY, 2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return report is None or report.ok, graphs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, compile_blocks=True, activation_checkpointing="selective"),
+        pytest.param(
+            Layout(dp_shard=2, num_microbatches=2, compile_blocks=True), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Layout(pp=2, num_microbatches=2, compile_blocks=True, activation_checkpointing="full"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda layout: f"{layout.describe()} {layout.activation_checkpointing}",
+)
+def test_compiled_blocks_equal_and_share_their_graphs(layout):
+    for ok, graphs in run_ranks(layout.world_size, _compiled, layout):
+        assert ok
+        assert graphs <= 3  # one, and again when the number of documents first changes
+
+
 def test_wrapping_in_the_wrong_order_is_refused():
     assert run_ranks(1, _wrong_order, Layout())[0] == 3
 
@@ -199,8 +228,8 @@ def _wrong_order(rank: int, layout: Layout) -> int:
     block = next(iter(model.stages[0].decoder.blocks))
     refused = 0
     for wrap in (
-        lambda: activations.checkpoint_block(block, "full", 32),
-        lambda: activations.compile_block(block),
+        lambda: activations.wrap_block(block, "full", 32),
+        lambda: activations.wrap_block(block, "none", 32, compiled=True),
         lambda: fsdp.shard_module(block, model.world, torch.float32),
     ):
         with pytest.raises(ValueError, match="parallel: "):

@@ -219,3 +219,33 @@ def test_bytes_read_are_those_of_the_layout_that_is_used(symmetric, dtype, read)
     wide = linear.prepare().tensors[0]
     assert linear.read_bytes() == (wide.numel() * wide.element_size() if read is None else read)
     assert linear.weight_bytes() == packed
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_released_codes_are_made_again(symmetric: bool, desc_act: bool) -> None:
+    """The kernel's layout stands for the checkpoint's codes: state, shards, moves, loads."""
+    kernel = pytest.importorskip("ridgeline.kernels.w4a16.triton")
+    form = GPTQFormat(group_size=32, symmetric=symmetric, desc_act=desc_act)
+    linear = QuantizedLinear.from_weight(quantized(form=form), form, dtype=torch.float16)
+    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    stored = linear.weight_bytes()
+    assert not linear.release()  # a CPU's layout does not give codes back
+    prepared = linear.prepare()
+    tensors = kernel.prepare(linear.weight_of(), torch.float16)
+    linear._prepared = dataclasses.replace(prepared, impl="triton", tensors=tensors)
+    assert linear.release() and linear.qweight.numel() == 0
+    assert linear.weight_bytes() == stored
+    for name, tensor in linear.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert torch.equal(linear.shard("column", 1, 2).qweight, before["qweight"][:, 16:])
+    other = QuantizedLinear.from_weight(quantized(form=form), form, dtype=torch.float16)
+    linear.load_state_dict(other.state_dict())
+    assert torch.equal(linear.dequantize(), other.dequantize())
+    linear._prepared = dataclasses.replace(
+        prepared, impl="triton", tensors=kernel.prepare(linear.weight_of(), torch.float16)
+    )
+    linear._prepared_from = linear._codes()
+    assert linear.release()
+    linear.to(torch.float32)
+    assert torch.equal(linear.qweight, other.qweight)

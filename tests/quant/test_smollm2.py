@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,5 +21,5 @@ def test_symmetric_group_64_keeps_at_most_half_of_the_increase() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     last = done.stdout.strip().splitlines()[-1]
-    fraction = float(last.split("[")[1].split("]")[0])
+    fraction = json.loads(last)["fractions"]["gptq symmetric"]["mean"]
     assert 0.0 < fraction <= 0.5, done.stdout[-1000:]

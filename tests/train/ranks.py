@@ -61,7 +61,7 @@ def _enter(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any],
 
 
 def run_ranks(
-    folder: Path, size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    folder: Path, size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Outcome]:
     """fn(*args) on `size` ranks that find each other as torchrun's do."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,6 +173,22 @@ def train_and_die(config: Any, dying_rank: int, when: str) -> None:
                 die()
 
         storage.save_tensors = dying_write
+    trainer.train(config)
+
+
+def train_on_a_full_disk(config: Any, rank: int) -> None:
+    """Train; one rank cannot write its part of step 4."""
+    from ridgeline.parallel import storage
+    from ridgeline.train import trainer
+
+    write = storage.save_tensors
+
+    def full(path: Path, tensors: Any) -> None:
+        if int(os.environ["RANK"]) == rank and "step-00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, tensors)
+
+    storage.save_tensors = full
     trainer.train(config)
 
 

@@ -18,6 +18,7 @@ from tests.train.ranks import (
     run_ranks,
     train_and_die,
     train_and_hang,
+    train_on_a_full_disk,
     train_ranks,
 )
 
@@ -48,7 +49,7 @@ def two(make_config):
     """A run of two data ranks, with or without pipeline."""
 
     def make(run: str = "run", **changes):
-        fields = {"micro_batch_samples": 1, "layout": Layout(dp_shard=2), "timeout_s": 20.0}
+        fields = {"micro_batch_samples": 1, "layout": Layout(dp_shard=2), "timeout_s": 45.0}
         return make_config(run, **fields | changes)
 
     return make
@@ -62,7 +63,7 @@ def test_one_rank_killed(tmp_path, two, when, last, dying):
     straight, config = two("straight"), two()
     result = done(run_ranks(tmp_path / "ranks", 2, train_ranks, straight))[0]
     expected = curve(straight), tensors_of(result.checkpoint)
-    killed = run_ranks(tmp_path / "ranks", 2, train_and_die, config, dying, when, timeout_s=40)
+    killed = run_ranks(tmp_path / "ranks", 2, train_and_die, config, dying, when, timeout_s=100)
     assert killed[dying].code == -signal.SIGKILL
     assert killed[1 - dying].code == 1, killed[1 - dying].said
     assert newest(config) in {f"step-{step:08d}" for step in (2, last)}
@@ -87,12 +88,25 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_with_one_warning(tmp_p
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_is_full_for_one_rank_ends_all_with_one_reason(tmp_path, two, asynchronous):
+    config = two(checkpoint={"every_steps": 2, "asynchronous": asynchronous}, steps=40)
+    outcomes = run_ranks(tmp_path / "ranks", 2, train_on_a_full_disk, config, 1)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    for outcome in outcomes:
+        last = outcome.said.strip().splitlines()[-1]
+        assert "UserError: checkpoint: could not write" in last and "No space left" in last
+    assert newest(config) == "step-00000002"
+    assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.dist
 def test_a_hang_is_reported_and_ended(tmp_path, two):
-    config = two(timeout_s=6.0)
+    config = two(timeout_s=10.0)
     outcomes = run_ranks(tmp_path / "ranks", 2, train_and_hang, config, 1)
     assert [outcome.code for outcome in outcomes] == [1, 1]
     said = outcomes[0].said
-    assert "train: no progress for 6 s; behind: rank 1\n" in said
+    assert "train: no progress for 10 s; behind: rank 1\n" in said
     lines = {line.split()[1]: line for line in said.splitlines() if line.startswith("  rank")}
     assert "training of step 3" in lines["0"] and "waits in gloo:" in lines["0"]
     assert "training of step 3" in lines["1"] and "last finished gloo:" in lines["1"]

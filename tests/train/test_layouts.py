@@ -137,3 +137,40 @@ def test_the_order_of_samples_does_not_know_the_number_of_ranks(tmp_path, config
     assert [row["step"] for row in rows_of(straight)] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(curve(config_of("one")), curve(straight), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_weights_in_bf16_from_a_folder_and_over_to_one_process(tmp_path, config_of):
+    """Ranks read a Hugging Face folder, each its boxes; their masters go over to one process."""
+    first = train(config_of("one", "first", steps=2, checkpoint={"export": True}))
+    further = {
+        "dtype": "bfloat16",
+        "model": {"folder": first.exported, "init": "weights"},
+        "data": {"tokenizer": "auto"},
+        "optim": {"lr": 0.0, "warmup_steps": 0},
+    }
+    config = config_of("tp2sp", "further", **further)
+    results = done(run_ranks(tmp_path / "ranks", 4, train_ranks, config, 1))
+    found = load(results[0].checkpoint)
+    weights = load_exported(first.exported)
+    assert found.model.keys() == weights.keys()
+    assert all(torch.equal(found.model[name], weights[name]) for name in weights)
+    alone = reload(tmp_path, config_of("one", "further", **further), 2)
+    assert_bitwise(load(alone), found)
+
+
+def test_a_folder_that_is_not_whole_is_refused_on_every_rank(tmp_path, config_of):
+    from safetensors.torch import save_file
+
+    first = train(config_of("one", "first", steps=2, checkpoint={"export": True}))
+    weights = load_exported(first.exported)
+    extra = weights | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    save_file(extra, first.exported / "model.safetensors")
+    config = config_of(
+        "zero3",
+        "further",
+        model={"folder": first.exported, "init": "weights"},
+        data={"tokenizer": "auto"},
+    )
+    outcomes = run_ranks(tmp_path / "ranks", 2, train_ranks, config)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert all("must hold only tensors of the model" in outcome.said for outcome in outcomes)

@@ -1,13 +1,14 @@
-"""The Hopper forward (cute_sm90) beside FlashAttention-3, cuDNN and FlashAttention-2, on one GPU.
+"""Hopper attention (cute_sm90), forward and backward, beside its peers on one GPU.
 
     ridgeline warmup attention --arch sm90      # or let the first call of a cell compile
     python benchmarks/kernels/attention/bench_attention_hopper.py --results benchmarks/results/h200
 
-FLOPs: 2 (D + D_v) a query-key pair that the mask leaves, forward. bf16, 16k tokens, hidden 2048.
-Correctness first: a cell whose error exceeds the numerics rule is not timed. The implementations
-take turns, several calls back to back each time; the ceiling of the rows is a bf16 matmul of
-8192^3 measured in the same process. FlashAttention-3 is asked for by the path of a library that
-registers torch.ops._vllm_fa3_C (`--fa3`); without it that peer is left out. The last line is JSON.
+FLOPs: 2 (D + D_v) a query-key pair that the mask leaves, forward, and 2 (3 D + 2 D_v) backward.
+bf16, 16k tokens, hidden 2048. Correctness first: a cell whose error exceeds the numerics rule is
+not timed. The implementations take turns, several calls back to back each time; the ceiling of the
+rows is a bf16 matmul of 8192^3 measured in the same process. Peers: cuDNN and FlashAttention-2
+through PyTorch, and FlashAttention-3 (forward) by the path of a library that registers
+torch.ops._vllm_fa3_C (`--fa3`). The rows are written as measured; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ import json
 import math
 import pathlib
 import subprocess
+import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ridgeline.kernels.attention import cute_sm90, ref
+from ridgeline.core import registry
+from ridgeline.core.arch import detect
+from ridgeline.kernels.attention import cute_sm90, impls, ref
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
     AttentionOptions,
     AttentionProblem,
 )
 
+assert impls is not None  # imported for its registrations
 TOKENS, HIDDEN, WINDOW = 16384, 2048, 1024
 LENGTHS = (8192, 3000, 1500, 900, 700, 500, 400, 300, 200, 150, 120, 100, 90, 80, 70, 82)
 Call = Callable[[], torch.Tensor]
@@ -52,6 +57,8 @@ class Cell:
     causal: bool
     window: int | None = None
     lengths: tuple[int, ...] | None = None
+    direction: str = "fwd"
+    deterministic: bool = False
 
     @property
     def left(self) -> int | None:
@@ -73,12 +80,32 @@ class Cell:
             head_dim_v=self.head_dim_v,
             causal=self.causal,
             window_left=self.left,
+            varlen=self.lengths is not None,
+            direction=self.direction,
+            deterministic=self.deterministic,
         )
+
+    def label(self) -> str:
+        kind = "packed" if self.lengths else "causal" if self.causal else "full"
+        tail = f" window {self.window}" if self.window else ""
+        tail += " deterministic" if self.deterministic else ""
+        dims = f"{self.head_dim}" + (
+            f",{self.head_dim_v}" if self.head_dim != self.head_dim_v else ""
+        )
+        return (
+            f"{self.direction} {kind} {self.batch}x{self.seqlen_q}x{self.seqlen_k} "
+            f"{self.heads}/{self.kv_heads} d{dims}{tail}:"
+        )
+
+    def problem(self) -> AttentionProblem:
+        return self._problem(self.batch, self.seqlen_q, self.seqlen_k)
 
     def shape(self) -> dict:
         names = "batch seqlen_q seqlen_k heads kv_heads head_dim head_dim_v causal window".split()
         shape = {name: getattr(self, name) for name in names}
-        return {**shape, "lengths": self.lengths, "page_size": None, "deterministic": None}
+        deterministic = self.deterministic if self.direction == "bwd" else None
+        own = {"lengths": self.lengths, "page_size": None, "deterministic": deterministic}
+        return {**shape, **own}
 
 
 def cells() -> list[Cell]:
@@ -98,8 +125,14 @@ def cells() -> list[Cell]:
     found.append(
         Cell(len(LENGTHS), max(LENGTHS), max(LENGTHS), 16, 16, 128, 128, True, lengths=LENGTHS)
     )
-    found.append(Cell(4, 512, TOKENS, 16, 16, 128, 128, True))
-    return found
+    few = Cell(4, 512, TOKENS, 16, 16, 128, 128, True)
+    backward = [replace(cell, direction="bwd") for cell in found]
+    ordered = [
+        replace(cell, deterministic=True)
+        for cell in backward
+        if cell.causal and cell.seqlen_q == TOKENS and cell.window is None
+    ]
+    return [*found, few, *backward, *ordered]
 
 
 def inputs(cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionExtras]:
@@ -126,20 +159,38 @@ def inputs(cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Attent
 
 
 def error_ratio(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """max |ours - fp32| over max |same formula in bf16 - fp32|, last 512 rows of one head."""
-    rows = min(512, cell.seqlen_q)
-    part = (q[:1, -rows:, :1].contiguous(), k[:1, :, :1].contiguous(), v[:1, :, :1].contiguous())
-    options = options_of(cell)
-    out, _ = cute_sm90.forward(*part, options, AttentionExtras())
-    exact, _ = ref.attention_ref(*part, options, AttentionExtras())
-    same, _ = ref.attention_ref(*part, options, AttentionExtras(), torch.bfloat16)
-    floor = (same.float() - exact).abs().max()
-    return float((out.float() - exact).abs().max() / floor)
+    """max |ours - fp32| over max |same formula in bf16 - fp32| on the last 512 rows and 2,048 keys
+    of one head: the output's, or the largest of the gradients'."""
+    rows, keys = min(512, cell.seqlen_q), min(2048, cell.seqlen_k)
+    part = [q[:1, -rows:, :1], k[:1, -keys:, :1], v[:1, -keys:, :1]]
+    part = [x.contiguous() for x in part]
+    options, extras = options_of(cell), AttentionExtras()
+    out, lse = cute_sm90.forward(*part, options, extras)
+    dout = torch.randn_like(out)
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", part, strict=True)}
+        made = ref.attention_ref(*leaves.values(), options, extras, dtype)
+        grads = ref.gradients(made, leaves, dout, None) if cell.direction == "bwd" else {}
+        results[dtype] = {"out": made[0].detach(), **grads}
+    ours = {"out": out}
+    if cell.direction == "bwd":
+        found = cute_sm90.backward(dout, None, *part, out, lse, options, extras)
+        ours = {"q": found.dq, "k": found.dk, "v": found.dv}
+    ratios = []
+    for name, got in ours.items():
+        exact = results[torch.float32][name].float()
+        floor = (results[torch.bfloat16][name].float() - exact).abs().max()
+        ratios.append(float((got.float() - exact).abs().max() / floor))
+    return max(ratios)
 
 
 def options_of(cell: Cell) -> AttentionOptions:
     return AttentionOptions(
-        softmax_scale=cell.head_dim**-0.5, causal=cell.causal, window_left=cell.left
+        softmax_scale=cell.head_dim**-0.5,
+        causal=cell.causal,
+        window_left=cell.left,
+        deterministic=cell.deterministic,
     )
 
 
@@ -147,28 +198,47 @@ def calls(cell: Cell, fa3: bool) -> dict[str, Call]:
     """name -> call of ours and of every peer that takes the cell."""
     q, k, v, extras = inputs(cell)
     options = options_of(cell)
-    found: dict[str, Call] = {"cute_sm90": lambda: cute_sm90.forward(q, k, v, options, extras)[0]}
-    if fa3:
+    out, lse = cute_sm90.forward(q, k, v, options, extras)
+    if cell.direction == "bwd":
+        dout = torch.randn_like(out)
+        arguments = (dout, None, q, k, v, out, lse, options, extras)
+        found: dict[str, Call] = {"cute_sm90": lambda: cute_sm90.backward(*arguments).dq}
+    else:
+        dout = None
+        found = {"cute_sm90": lambda: cute_sm90.forward(q, k, v, options, extras)[0]}
+    if fa3 and cell.direction == "fwd":
         found["fa3 vllm 0.33.0"] = _fa3(cell, q, k, v, extras)
-    if cell.lengths is None and cell.window is None and cell.seqlen_q == cell.seqlen_k:
+    plain = cell.lengths is None and cell.window is None and not cell.deterministic
+    if plain and cell.seqlen_q == cell.seqlen_k:
         cudnn = torch.backends.cudnn.version()
         version = f"{cudnn // 10000}.{cudnn // 100 % 100}"
-        found[f"cudnn {version}"] = _sdpa(SDPBackend.CUDNN_ATTENTION, cell, q, k, v)
+        found[f"cudnn {version}"] = _sdpa(SDPBackend.CUDNN_ATTENTION, cell, dout, q, k, v)
         if cell.head_dim == cell.head_dim_v:
             name = f"flashattention-2 (torch {torch.__version__.split('+')[0]} sdpa)"
-            found[name] = _sdpa(SDPBackend.FLASH_ATTENTION, cell, q, k, v)
+            found[name] = _sdpa(SDPBackend.FLASH_ATTENTION, cell, dout, q, k, v)
     return found
 
 
-def _sdpa(backend: SDPBackend, cell: Cell, *qkv: torch.Tensor) -> Call:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
+def _sdpa(backend: SDPBackend, cell: Cell, dout: torch.Tensor | None, *qkv: torch.Tensor) -> Call:
+    """A forward through PyTorch, or where dout is given the backward of one made beforehand."""
+    leaves = [x.transpose(1, 2).detach().requires_grad_(dout is not None) for x in qkv]
     gqa = cell.heads != cell.kv_heads
 
-    def run() -> torch.Tensor:
+    def forward() -> torch.Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=gqa)
+            return scaled_dot_product_attention(*leaves, is_causal=cell.causal, enable_gqa=gqa)
 
-    return run
+    if dout is None:
+        return forward
+    made: list[torch.Tensor] = []
+
+    def backward() -> torch.Tensor:
+        if not made:
+            made.append(forward())
+        given = dout.transpose(1, 2)
+        return torch.autograd.grad(made[0], leaves, given, retain_graph=True)[0]
+
+    return backward
 
 
 def _fa3(cell: Cell, q, k, v, extras: AttentionExtras) -> Call:
@@ -192,13 +262,20 @@ def _fa3(cell: Cell, q, k, v, extras: AttentionExtras) -> Call:
 def measure(runs: dict[str, Call], rounds: int = 7, target_ms: float = 9.0) -> dict[str, list]:
     """Sorted microseconds a call; each round every run has its turn of several calls."""
     counts, times = {}, {name: [] for name in runs}
-    for name, run in runs.items():
-        run()
+    for name, run in list(runs.items()):
+        try:
+            run()
+        except RuntimeError as error:  # a peer that refuses the cell; ours may not
+            if name == "cute_sm90":
+                raise
+            print(f"{name} refuses: {str(error).splitlines()[0][:90]}", flush=True)
+            del times[name]
+            continue
         counts[name] = max(2, math.ceil(target_ms * 1e3 / _elapsed_us(run, 2)))
     for _ in range(rounds):
-        for name, run in runs.items():
-            run()
-            times[name].append(_elapsed_us(run, counts[name]))
+        for name in times:
+            runs[name]()
+            times[name].append(_elapsed_us(runs[name], counts[name]))
     return {name: sorted(found) for name, found in times.items()}
 
 
@@ -223,35 +300,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, required=True)
     parser.add_argument("--fa3", type=pathlib.Path, help="library of vLLM's FlashAttention-3")
+    parser.add_argument("--commit", help="of the kernels; default: git's")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each implementation")
+    parser.add_argument("--directions", nargs="+", default=["fwd", "bwd"])
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next cell")
     args = parser.parse_args()
     if args.fa3:
         torch.ops.load_library(str(args.fa3))
     args.results.mkdir(parents=True, exist_ok=True)
+    stop = time.monotonic() + args.seconds
     git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = args.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     common = {
         "op": "attention",
         "run": uuid.uuid4().hex[:12],
         "gpu": "h200" if "H200" in torch.cuda.get_device_name() else torch.cuda.get_device_name(),
-        "direction": "fwd",
         "dtype": "bfloat16",
         "ceiling": round(matmul_tflops(), 1),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
     }
-    count = 0
+    count, arch = 0, detect("cuda")
+    impl = next(i for i in registry.impls("attention") if i.name == "cute_sm90")
     for cell in cells():
+        if cell.direction not in args.directions:
+            continue
+        if time.monotonic() > stop:
+            print("out of time before", cell.shape(), flush=True)
+            break
+        problems = [replace(cell.problem(), direction="fwd"), cell.problem()]
+        if why := next(filter(None, (registry.refusal(impl, p, arch) for p in problems)), None):
+            print(cell.direction, cell.shape(), "refused:", why, flush=True)
+            continue
         error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
         assert error is None or error <= 2.0, (cell, error)
-        times = measure(calls(cell, args.fa3 is not None))
+        times = measure(calls(cell, args.fa3 is not None), args.rounds)
         with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
-            for impl, us in times.items():
+            for name, us in times.items():
                 row = row_of(cell, us, common["ceiling"])
-                own = {"error": round(error, 3)} if error and impl == "cute_sm90" else {}
-                row = {**common, "impl": impl, "shape": cell.shape(), **row, **own}
+                own = {"error": round(error, 3)} if error and name == "cute_sm90" else {}
+                head = {**common, "impl": name, "direction": cell.direction}
+                row = {**head, "shape": cell.shape(), **row, **own}
                 out.write(json.dumps(row) + "\n")
                 count += 1
-                print(cell.shape(), impl, row["tflops"], own.get("error", ""), flush=True)
+                print(cell.label(), name, row["tflops"], own.get("error", ""), flush=True)
     print(json.dumps({"op": "attention", "run": common["run"], "rows": count}))
 
 

@@ -31,7 +31,7 @@ from ridgeline.core.arch import KNOWN
 from ridgeline.core.roofline import floor
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cute_sm90 as ours
-from ridgeline.kernels.w4a16.config import DECODE_ROWS, decode_launch, prefers_lean, traits_of
+from ridgeline.kernels.w4a16.config import decode_launch, prefers_lean, traits_of, uses_decode
 from ridgeline.kernels.w4a16.layout import PackedW4, from_tensors, pack, unpack
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.kernels.w4a16.problem import W4A16Problem
@@ -239,6 +239,12 @@ def commit(given: str | None) -> str:
     return done.stdout.strip() or "unknown"
 
 
+def gpu_name() -> str:
+    """Of the results' folders: h200, else PyTorch's name."""
+    name = torch.cuda.get_device_name()
+    return "h200" if "H200" in name else name
+
+
 def row_of(name: str, run: str, m: int, k: int, n: int, us: list[float]) -> dict[str, Any]:
     problem = W4A16Problem(m=m, n=n, k=k, group_size=GROUP, scale_dtype="bfloat16")
     cost = problem.cost()
@@ -248,7 +254,7 @@ def row_of(name: str, run: str, m: int, k: int, n: int, us: list[float]) -> dict
         "op": "w4a16",
         "impl": name,
         "run": run,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu_name(),
         "dtype": "bfloat16",
         "shape": {
             "m": m,
@@ -306,7 +312,7 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
         wanted = {}
         if args.invariant and m <= 64:
             wanted["ridgeline cute_sm90 batch-invariant"] = mine.calls(act, count, True)
-        if args.both and m <= DECODE_ROWS:
+        if args.both and uses_decode(m, n, k):
             lean = not prefers_lean(m, n, k)
             other = "lean" if lean else "row copies"
             wanted[f"ridgeline cute_sm90 {other}"] = mine.decode_calls(act, count, lean)

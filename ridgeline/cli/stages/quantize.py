@@ -63,6 +63,7 @@ def _config(context: Context, folder: str) -> QuantizeConfig:
         group_size=GROUP,
         sequences=context.config.calibration_sequences,
         sequence_tokens=SEQUENCE_TOKENS,
+        held_out_windows=0,  # perplexity is measured below, on the test part
         overwrite=True,
         device="cuda" if context.device == "cuda" else "cpu",
     )

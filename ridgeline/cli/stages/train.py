@@ -37,9 +37,9 @@ def run(context: Context) -> Result:
     documents = wiki_split().train
     atomic_write_text(text, "".join(json.dumps({"text": each}) + "\n" for each in documents))
     stop, beyond = context.config.train_steps // 3, max(2, context.config.train_steps // 6)
-    interrupted = _unless_signalled(train(_config(context, folder / "run"), stop_at_step=stop))
-    resumed = _unless_signalled(train(_config(context, folder / "run")))
-    reference = _unless_signalled(
+    interrupted = unless_signalled(train(_config(context, folder / "run"), stop_at_step=stop))
+    resumed = unless_signalled(train(_config(context, folder / "run")))
+    reference = unless_signalled(
         train(_config(context, folder / "uninterrupted"), stop_at_step=stop + beyond)
     )
     losses = [*interrupted.losses, *resumed.losses]
@@ -70,12 +70,12 @@ def run(context: Context) -> Result:
     }
 
 
-def fresh_folder(parent: Path) -> Path:
-    """The stage's own folder, emptied; one without the marker is somebody else's.
+def fresh_folder(parent: Path, name: str = FOLDER) -> Path:
+    """A stage's own folder, emptied; one without the marker is somebody else's.
 
     Raises: UserError for a folder that this stage did not make, or a disk that refuses.
     """
-    folder = parent / FOLDER
+    folder = parent / name
     if folder.is_symlink() or (folder.exists() and not (folder / MARKER).is_file()):
         raise UserError(
             f"quickstart: {folder} must be a folder that quickstart made to be replaced, got one "
@@ -117,7 +117,8 @@ def _config(context: Context, run_dir: Path) -> TrainConfig:
     )
 
 
-def _unless_signalled(result: TrainResult) -> TrainResult:
+def unless_signalled(result: TrainResult) -> TrainResult:
+    """The result, unless a signal cut the run short. Raises: KeyboardInterrupt then."""
     if result.interrupted in ("SIGINT", "SIGTERM"):
         raise KeyboardInterrupt
     return result

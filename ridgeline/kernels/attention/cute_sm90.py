@@ -1,16 +1,21 @@
 """Attention on Hopper (H100, H200), CuTe DSL: the entry points. The kernels are in cute/.
 
     forward(q, k, v, options, extras) -> (out, lse_ln)
+    backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
 
 Meaning and layouts: problem.py. Numerics: 16-bit operands, fp32 sums and softmax, P rounded to the
-inputs' dtype before P V; exponentials good to 2 ulp. Which problems it takes and with which tiles:
-cute_sm90_config.py. Compiled code is kept in the user cache (cute/library.py).
+inputs' dtype before P V; exponentials good to 2 ulp. Backward: P and dS rounded to the inputs'
+dtype, dQ summed in fp32 by atomic additions, whose order changes its last bits from call to call
+unless options.deterministic orders them; dK and dV are bitwise repeatable. Which problems it takes
+and with which tiles: cute_sm90_config.py and cute_sm90_backward_config.py. Compiled code is kept in
+the user cache (cute/library.py).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,13 +24,25 @@ import tvm_ffi
 from ridgeline.core.arch import Arch, detect
 from ridgeline.kernels.attention.cute import library
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    ROW_STATISTICS,
+    BackwardConfig,
+    backward_config,
+    backward_traits,
+    run_together,
+)
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    heads_per_section as backward_section,
+)
 from ridgeline.kernels.attention.cute_sm90_config import (
     forward_config,
     forward_traits,
     heads_per_section,
+    padded,
 )
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
+    AttentionGrads,
     AttentionOptions,
     AttentionProblem,
 )
@@ -72,6 +89,99 @@ def forward(
             num_units,
         )
     return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse_ln: torch.Tensor,
+    options: AttentionOptions,
+    extras: AttentionExtras,
+) -> AttentionGrads:
+    """Gradients of q, k, v and the sinks; dlse is like lse_ln or None.
+
+    Shapes: as forward's, dout and out alike. Views that TMA cannot read are copied.
+    """
+    problem = replace(
+        problem_of(q, k, v, options, extras),
+        direction="bwd",
+        deterministic=options.deterministic,
+    )
+    kernel, section, together, config = _backward_plan(problem, q.device.index)
+    # Packed: rows behind the last sequence belong to no tile.
+    new = torch.zeros_like if problem.varlen else torch.empty_like
+    dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    if problem.varlen:
+        tiles = q.shape[0] // config.block_q + problem.batch
+    statistics, dq_sum = (
+        torch.empty((tiles, problem.heads, words), dtype=torch.float32, device=q.device)
+        for words in (ROW_STATISTICS * config.block_q, config.block_q * padded(problem.head_dim))
+    )
+    turns = None
+    if options.deterministic:
+        turns = torch.empty((tiles, problem.heads, 1), dtype=torch.int32, device=q.device)
+    left, right = window(options)
+    with torch.cuda.device(q.device), tvm_ffi.use_torch_stream():
+        kernel(
+            *(readable_by_tma(x) for x in (q, k, v, out, dout)),
+            lse_ln,
+            lse_ln if dlse is None else dlse.contiguous(),
+            extras.cu_seqlens_q,
+            extras.cu_seqlens_k,
+            dq,
+            dk,
+            dv,
+            statistics,
+            dq_sum,
+            turns,
+            options.softmax_scale,
+            options.softcap,
+            left,
+            right,
+            section,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            0 if dlse is None else 1,
+            together,
+        )
+    dsinks = None
+    if extras.sinks_H is not None:
+        delta = _delta(statistics, problem, config, extras.cu_seqlens_q, q.shape[0])
+        dsinks = sink_gradient(extras.sinks_H, lse_ln, delta)
+    return AttentionGrads(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+
+
+def _delta(
+    statistics: torch.Tensor,
+    problem: AttentionProblem,
+    config: BackwardConfig,
+    starts: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    """rowsum(dO * O) - dLSE, like the LSE, out of the kernel's tiles. starts: cu_seqlens_q."""
+    if starts is not None:
+        row = torch.arange(num_rows, device=starts.device)
+        sequence = torch.searchsorted(starts[1:-1].contiguous(), row, right=True)
+        first = starts[sequence].long()
+        tile = first // config.block_q + sequence + (row - first) // config.block_q
+        tile = tile.clamp(max=statistics.shape[0] - 1)
+        return statistics[tile, :, config.block_q + (row - first) % config.block_q].T
+    shape = (problem.batch, -1, problem.heads, ROW_STATISTICS, config.block_q)
+    delta = statistics.view(shape)[:, :, :, 1].transpose(1, 2)
+    return delta.flatten(2)[:, :, : problem.seqlen_q]
+
+
+def sink_gradient(sinks_H: torch.Tensor, lse_ln: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """-sum over rows of exp(sink - LSE) * delta; lse_ln and delta are [B, H, S] or [H, S]."""
+    share = torch.exp(sinks_H.float()[:, None] - lse_ln)
+    # A row that no sequence has is in no tile: its delta may be anything.
+    total = torch.where(lse_ln == float("-inf"), 0.0, share * delta).sum(-1)
+    return -(total if total.ndim == 1 else total.sum(0)).to(sinks_H.dtype)
 
 
 def problem_of(
@@ -130,11 +240,16 @@ def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
-    """Compile what these problems need into the user cache, on any machine; returns the files."""
-    return [
-        library.compile_kernel(forward_traits(problem), forward_config(problem, arch))
-        for problem in problems
-    ]
+    """Compile what these problems need, each in its direction, into the user cache, on any machine;
+    returns the files."""
+    files = []
+    for problem in problems:
+        if problem.direction == "bwd":
+            key = backward_traits(problem), backward_config(problem, arch)
+        else:
+            key = forward_traits(problem), forward_config(problem, arch)
+        files.append(library.compile_kernel(*key))
+    return files
 
 
 @functools.lru_cache(maxsize=1024)
@@ -143,6 +258,18 @@ def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], 
     arch = _arch(device)
     kernel = library.kernel(forward_traits(problem), forward_config(problem, arch))
     return kernel, heads_per_section(problem, arch), arch.num_units
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_plan(
+    problem: AttentionProblem, device: int
+) -> tuple[Callable[..., None], int, int, BackwardConfig]:
+    """(kernel, key/value heads of a section, whether a head's blocks run at once, tile)."""
+    arch = _arch(device)
+    config = backward_config(problem, arch)
+    kernel = library.kernel(backward_traits(problem), config)
+    together = int(run_together(problem, config, arch))
+    return kernel, backward_section(problem, arch), together, config
 
 
 @functools.cache

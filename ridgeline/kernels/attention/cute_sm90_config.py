@@ -185,10 +185,8 @@ def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
     return section
 
 
-def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    """Why this implementation does not take a problem, or None."""
-    if problem.direction != "fwd":
-        return "forward only so far"
+def why_unsupported(problem: AttentionProblem) -> str | None:
+    """What neither direction takes, or None."""
     unsupported = {
         "dropout": problem.dropout,
         "ALiBi": problem.alibi,
@@ -204,8 +202,16 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     dims = (problem.head_dim, problem.head_dim_v)
     if any(dim % 8 or not 8 <= dim <= 256 for dim in dims):
         return f"head dims must be multiples of 8 up to 256, got {dims}"
-    if padded(problem.head_dim_v) > padded(problem.head_dim) > 128:
-        return f"head dim of V must not exceed Q's beyond 128, got {dims}"
     if min(problem.batch, problem.seqlen_q, problem.seqlen_k) == 0:
         return "empty problems are not supported"
+    return None
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    """Why this implementation does not take a forward, or None."""
+    if (why := why_unsupported(problem)) is not None:
+        return why
+    if padded(problem.head_dim_v) > padded(problem.head_dim) > 128:
+        dims = (problem.head_dim, problem.head_dim_v)
+        return f"head dim of V must not exceed Q's beyond 128, got {dims}"
     return None

@@ -6,11 +6,14 @@ name). A module is imported only when its implementation is chosen.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
-from ridgeline.kernels.attention import cute_sm90_config
+from ridgeline.kernels.attention import cute_sm90_backward_config, cute_sm90_config
 from ridgeline.kernels.attention.config import attention_config, config_source
+from ridgeline.kernels.attention.cute import cache as cute_cache
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 _MODULE = "ridgeline.kernels.attention"
@@ -42,6 +45,28 @@ def _triton_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         if problem.page_size < 16 or problem.page_size & (problem.page_size - 1):
             return f"page sizes that are powers of two from 16, not {problem.page_size}"
     return None
+
+
+def _cute_sm90_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if problem.direction == "bwd":
+        why = cute_sm90_backward_config.refuses(problem, arch)
+    else:
+        why = cute_sm90_config.refuses(problem, arch)
+    if why is not None or arch.pretended:
+        return why
+    return cute_cache.why_missing(_cute_sm90_traits(problem), _cute_sm90_config(problem, arch))
+
+
+def _cute_sm90_traits(problem: AttentionProblem) -> Any:
+    if problem.direction == "bwd":
+        return cute_sm90_backward_config.backward_traits(problem)
+    return cute_sm90_config.forward_traits(problem)
+
+
+def _cute_sm90_config(problem: AttentionProblem, arch: Arch) -> Any:
+    if problem.direction == "bwd":
+        return cute_sm90_backward_config.backward_config(problem, arch)
+    return cute_sm90_config.forward_config(problem, arch)
 
 
 def _tiled_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -120,11 +145,11 @@ register(
         name="cute_sm90",
         archs=("=sm90",),
         dtypes=("bfloat16", "float16"),
-        refuses=cute_sm90_config.refuses,
+        refuses=_cute_sm90_refuses,
         priority=400,
         module=f"{_MODULE}.cute_sm90",
-        needs=("cutlass", "tvm_ffi"),
-        config=cute_sm90_config.forward_config,
-        summary="FlashAttention-3 in the CuTe DSL, Hopper; forward",
+        needs=("tvm_ffi",),
+        config=_cute_sm90_config,
+        summary="FlashAttention-3 in the CuTe DSL, Hopper",
     )
 )

@@ -135,7 +135,7 @@ def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConf
     tiles = tiles_of(x, "q", tile.block_m)
     main = Launch(
         kernel=triton_fwd.attention_fwd,
-        grid=(tiles.grid[0], x.heads, tiles.grid[1]),
+        grid=tiles.grid,
         args=(
             *places,
             *descriptors,
@@ -237,7 +237,7 @@ class BackwardPlan:
             dlse = (self.dlse, (d.stride(0), d.stride(1), d.stride(2)))
         return Launch(
             kernel=triton_bwd.attention_rows,
-            grid=(tiles.grid[0], x.heads, tiles.grid[1]),
+            grid=tiles.grid,
             args=(
                 (self.out, strides_of(self.out)),
                 (self.dout, strides_of(self.dout)),
@@ -256,7 +256,7 @@ class BackwardPlan:
         places, descriptors = self._tensors(tile)
         return Launch(
             kernel=triton_bwd.attention_dkdv,
-            grid=(tiles.grid[0], x.kv_heads, tiles.grid[1]),
+            grid=tiles.grid,
             args=(
                 *places,
                 *descriptors,
@@ -275,7 +275,7 @@ class BackwardPlan:
         places, descriptors = self._tensors(tile)
         return Launch(
             kernel=triton_bwd.attention_dq,
-            grid=(tiles.grid[0], x.heads, tiles.grid[1]),
+            grid=tiles.grid,
             args=(
                 *places,
                 *descriptors,

@@ -59,13 +59,13 @@ def row_start(c, b, start_q):
 
 @triton.jit
 def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.constexpr):
-    """Grid (query tiles, heads, batch) or (listed tiles, heads): delta and lse_log2 of each row.
+    """Grid (query tiles, heads, batch) or the list's: delta and lse_log2 of each row.
 
     A row that sees nothing, or does not exist, gets lse_log2 = +inf, so that its P is 0. rows_x is
     (delta, lse_log2), at `row_start`, and delta once more beside the LSE (None where not wanted).
     """
-    h = tl.program_id(1).to(tl.int64)
-    tile, b = tile_of(c, False)
+    tile, h, b = tile_of(c, False)
+    h = h.to(tl.int64)
     row_q, start_q, stored, S, _, _, _, _ = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):
@@ -196,7 +196,7 @@ def attention_dkdv(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (key tiles, kv heads, batch) or (listed tiles, kv heads). *_x are (pointer, strides,
+    """Grid (key tiles, kv heads, batch) or the list's. *_x are (pointer, strides,
     flat strides).
 
     grads_x is (dk, strides, dv, strides).
@@ -204,8 +204,7 @@ def attention_dkdv(
     BLOCK_N: tl.constexpr = v.block_n
     BLOCK_D: tl.constexpr = v.block_d
     BLOCK_DV: tl.constexpr = v.block_dv
-    g = tl.program_id(1)
-    tile, b = tile_of(c, False)
+    tile, g, b = tile_of(c, False)
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     _, _, stored = stored_keys(c, tl.maximum(b, 0))
     n0 = tile * v.block_n
@@ -310,13 +309,12 @@ def attention_dq(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch) or (listed tiles, heads). *_x are (pointer, strides, flat
+    """Grid (query tiles, heads, batch) or the list's. *_x are (pointer, strides, flat
     strides).
     """
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_D: tl.constexpr = v.block_d
-    h = tl.program_id(1)
-    tile, b = tile_of(c, v.right)
+    tile, h, b = tile_of(c, v.right)
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):

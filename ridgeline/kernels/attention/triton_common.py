@@ -32,6 +32,10 @@ class Call(NamedTuple):
 
     tiles: Any
     """int32 pairs (sequence, tile) of packed sequences (triton_tiles.py); None: by the grid."""
+    num_tiles: int
+    """Entries of the list."""
+    head_group: int
+    """Heads that a program's neighbours take before the next tile."""
     cu_q: Any
     cu_k: Any
     used_q: Any

@@ -151,15 +151,14 @@ def attention_fwd(
     offset: tl.int64,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch), or (listed tiles, heads); *_x are (pointer, strides, flat
+    """Grid (query tiles, heads, batch), or the list's; *_x are (pointer, strides, flat
     strides).
 
     Writes out and lse_ln of every stored row; rows beyond the used length give 0 and -inf.
     """
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_DV: tl.constexpr = v.block_dv
-    h = tl.program_id(1)
-    tile, b = tile_of(c, v.right)
+    tile, h, b = tile_of(c, v.right)
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):

@@ -32,6 +32,9 @@ from ridgeline.kernels.attention.triton_tiles import list_tiles
 LOG2E = 1.4426950408889634
 _LARGEST_ROW_STRIDE = 2**22
 """Elements; offsets inside a tile are 32-bit."""
+_GROUP_BYTES = 40 * 2**20
+"""What the heads of a group of listed tiles may stream of the longest sequence: an H200's L2, with
+room for the rest."""
 _ROW_ALIGN = 128
 """triton_bwd.ROW_ALIGN"""
 _RAGGED_ROWS, _LARGEST_EXTENT = 2**30, 2**31 - 2**16
@@ -262,19 +265,19 @@ def problem_of(x: Inputs, direction: str) -> AttentionProblem:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one side of a call: how many programs, and the list of packed ones."""
+    """The tiles of one side of a call: the grid, and the list of packed ones."""
 
-    grid: tuple[int, int]
-    """Tiles (at most) and batch: the first and the last size of a grid."""
-    entries: torch.Tensor | None
-    made_by: tuple[Launch, ...]
+    grid: tuple[int, int, int]
+    entries: torch.Tensor | None = None
+    head_group: int = 1
+    made_by: tuple[Launch, ...] = ()
 
 
 def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
     """The tiles of `block` rows of side q or k; packed ones are listed longest first."""
-    seqlen = x.seqlen_q if side == "q" else x.seqlen_k
+    seqlen, heads = (x.seqlen_q, x.heads) if side == "q" else (x.seqlen_k, x.kv_heads)
     if not x.packed_q:
-        return Tiles((cdiv(seqlen, block), x.batch), None, ())
+        return Tiles((cdiv(seqlen, block), heads, x.batch))
     q, k = x.extras.cu_seqlens_q, x.extras.cu_seqlens_k
     own, other = (q, k) if side == "q" else (k, q)
     other = own if other is None else other  # paged keys: their lengths order nothing
@@ -289,7 +292,11 @@ def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
         args=(entries, own, other, x.batch, rows, capacity, block, kind, lanes),
         options={"num_warps": 2},
     )
-    return Tiles((capacity, 1), entries, (made,))
+    other_bytes = (x.seqlen_k if side == "q" else x.seqlen_q) * x.q.element_size()
+    other_bytes *= x.q.shape[-1] + x.v.shape[-1]
+    fitting = max(1, min(heads, _GROUP_BYTES // max(1, other_bytes)))
+    group = next(n for n in range(fitting, 0, -1) if heads % n == 0)
+    return Tiles((capacity * heads, 1, 1), entries, group, (made,))
 
 
 def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
@@ -307,6 +314,8 @@ def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
         )[:3]
     return Call(
         tiles=None if tiles is None else tiles.entries,
+        num_tiles=1 if tiles is None or tiles.entries is None else tiles.entries.shape[0],
+        head_group=1 if tiles is None else tiles.head_group,
         cu_q=extras.cu_seqlens_q,
         cu_k=extras.cu_seqlens_k,
         used_q=extras.seqused_q,

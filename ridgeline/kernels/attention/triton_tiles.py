@@ -7,6 +7,8 @@ reads which one it is:
 
     entry = (sequence, tile), ordered by the tiles that it meets, most first; (-1, 0) past the end
 
+Heads go in groups whose keys and values fit the L2 cache; inside a group the heads of a tile start
+side by side, so that the last to start are the shortest tiles of all its heads.
 The place of a tile is counted, not sorted: tiles with more work, then ties by sequence. Rows of the
 tensor behind the last sequence are one more sequence (number B) of used length 0, so that every row
 is written and nothing has to be cleared beforehand. Nothing is read on the host: no sync.
@@ -98,12 +100,19 @@ def _work_before(starts, other_starts, b, length, batch, BLOCK: tl.constexpr, KI
 
 @triton.jit
 def tile_of(c, REVERSED: tl.constexpr):
-    """(tile, sequence) of this program: from the list, or by the grid (tiles, heads, batch)."""
-    tile, b = tl.program_id(0), tl.program_id(2)
+    """(tile, head, sequence) of this program: from the list, or by the grid (tiles, heads, batch).
+
+    Listed, the grid is flat: groups of heads, in a group tile by tile, for each its heads. So the
+    longest tiles of all heads of a group start first, while their keys still share the L2 cache.
+    """
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if c.tiles is not None:
-        entry = c.tiles + 2 * tile
+        in_group = c.num_tiles * c.head_group
+        place = tile % in_group
+        h = tile // in_group * c.head_group + place % c.head_group
+        entry = c.tiles + 2 * (place // c.head_group)
         b = tl.load(entry)
         tile = tl.load(entry + 1)
     elif REVERSED:  # longest first: the last wave is short ones
         tile = tl.num_programs(0) - 1 - tile
-    return tile, b
+    return tile, h, b

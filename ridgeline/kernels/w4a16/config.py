@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from ridgeline.kernels.w4a16.problem import W4A16Problem
 
 DECODE_ROWS = 16
-"""Most rows of the decode kernel's default use; above, WGMMA is faster."""
+"""Most rows of the decode kernel; above 8 on large layers, and above it on all, WGMMA is faster."""
+_DECODE_BYTES = 60e6
+"""Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us against 37.9 on (8192, 28672)
+at 16 rows, 38.4 / 47.7 on (28672, 8192), 18.7 / 18.2 on (8192, 10240); one H200, 2026-11-29."""
+
+
+def uses_decode(m: int, n: int, k: int) -> bool:
+    """Whether m rows of a layer go through the decode kernel (without batch invariance)."""
+    return m <= 8 or (m <= DECODE_ROWS and n * k / 2 < _DECODE_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +37,18 @@ class Traits:
     symmetric: bool
     packed_group: int
     """0 for one scale along K."""
+    silu_mul: bool = False
+    """Rows g are gates, rows g + 8 ups: the output is silu(gate) * up."""
 
 
-def traits_of(packed: PackedW4, dtype: torch.dtype) -> Traits:
+def traits_of(packed: PackedW4, dtype: torch.dtype, silu_mul: bool = False) -> Traits:
     """Traits of a packed weight under activations of a dtype."""
     return Traits(
         kind=KIND[str(dtype).removeprefix("torch.")],
         scale=SCALE_KIND[str(packed.scale_TRgj.dtype).removeprefix("torch.")],
         symmetric=packed.symmetric,
         packed_group=0 if packed.per_channel else packed.packed_group,
+        silu_mul=silu_mul,
     )
 
 
@@ -155,6 +166,7 @@ def _decode_candidate(
         scale=traits.scale,
         symmetric=traits.symmetric,
         packed_group=traits.packed_group,
+        silu_mul=traits.silu_mul,
         nt=1 if m <= 8 else 2,
         warps=warps,
         stages=stages,
@@ -188,75 +200,140 @@ def _decode_cycles(launch: DecodeLaunch, m: int, n: int, k: int, split_cycles: i
     return tiles * max(stream, handed_over) + load + split_cycles + 400 * launch.splits
 
 
-# (rows a tile, consumer warpgroups, WGMMAs each, stages, cycles of 128 inputs), considered for more
-# rows than the second number and at most the third; measured on one H200, 2026-11-29.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """A tile of the WGMMA kernel, and what a model of its time takes it to cost (microseconds)."""
+
+    block_m: int
+    consumers: int
+    row_mmas: int
+    stages: int
+    halves: int
+    blocks_per_sm: int
+    above: int
+    """Considered for more rows than this ..."""
+    most: int
+    """... and at most this."""
+    start: float
+    step: float
+    """128 inputs, with no other block running ..."""
+    step_shared: float
+    """... and for each block an SM on average besides."""
+    cluster: float
+    """Sums through the cluster's shared memory."""
+    even: float
+    """Tiles cut into equal parts, sums through memory."""
+    even_part: float
+    uneven: float
+    """Stream-K."""
+    uneven_part: float
+
+
+def _tile(shape: tuple, rows: tuple, costs: tuple) -> _Tile:
+    names = [name for name in _Tile.__dataclass_fields__]
+    return _Tile(**dict(zip(names, (*shape, *rows, *costs), strict=True)))
+
+
+# Fitted to 330 timings of six layers on one H200, 2026-11-29 (docs/log/w4a16.md): meant to rank
+# plans of a layer, not to foretell their time.
+_MANY = 1 << 30
 _MATMUL_TILES = (
-    ((32, 4, 1, 10, 1350), 0, 64),
-    ((64, 4, 1, 8, 1600), 32, 128),
-    ((128, 2, 1, 8, 1300), 64, 1 << 30),
-    ((128, 2, 2, 6, 2360), 64, 1 << 30),
-    ((256, 2, 1, 4, 2300), 128, 1 << 30),
+    _tile((16, 2, 1, 8, 2, 2), (0, 16), (0.15, 0.246, 0.345, 0.27, 1.22, 0.03, 0.0, 0.86)),
+    _tile((16, 4, 1, 9, 2, 1), (0, 16), (0.53, 0.351, 0.528, 0.25, 3.82, 0.23, 15.7, 0.2)),
+    _tile((32, 2, 1, 5, 2, 2), (16, 32), (3.24, 0.199, 0.236, 0.33, 0.02, 0.17, 0.19, 0.35)),
+    _tile((32, 4, 1, 7, 2, 1), (16, 32), (1.28, 0.443, 0.196, 0.0, 3.35, 0.08, 6.77, 0.1)),
+    _tile((64, 2, 1, 6, 1, 2), (32, 64), (2.67, 0.034, 0.362, 0.11, 0.0, 0.04, 2.39, 0.58)),
+    _tile((64, 4, 1, 5, 2, 1), (32, 64), (0.65, 0.38, 0.273, 0.34, 2.0, 0.64, 17.2, 0.99)),
+    _tile((128, 2, 1, 7, 1, 1), (64, _MANY), (3.0, 0.55, 0.174, 0.76, 2.79, 0.05, 7.21, 0.17)),
+    _tile((128, 2, 2, 6, 1, 1), (64, _MANY), (0.56, 0.873, 0.475, 0.13, 38.7, 0.32, 13.1, 0.54)),
+    _tile((256, 2, 1, 4, 1, 1), (128, _MANY), (0.05, 0.732, 0.622, 0.0, 8.0, 1.36, 34.0, 1.36)),
 )
-_TILE_CYCLES = 1500
-"""Output of a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How a layer's tiles are given to blocks."""
+
+    waves: int
+    blocks: int
+    cluster: int = 1
 
 
 @functools.cache
 def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLaunch:
     """Kernel and grid for m rows of a layer with padded n and k, by a model of the work's shape."""
     found = []
-    for tile, above, most in _MATMUL_TILES:
-        if above < m <= most:
-            block_m, consumers, row_mmas, stages, cycles = tile
-            config = MatmulConfig(
-                kind=traits.kind,
-                scale=traits.scale,
-                symmetric=traits.symmetric,
-                packed_group=traits.packed_group,
-                block_m=block_m,
-                consumers=consumers,
-                row_mmas=row_mmas,
-                stages=stages,
-            )
-            for waves, blocks in _work_plans(config, m, n, k, sms):
-                cost = _matmul_cycles(config, m, n, k, waves, blocks, cycles)
-                found.append((cost, len(found), config, waves, blocks))
-    _, _, config, waves, blocks = min(found, key=lambda entry: entry[:2])
-    tiles = _tiles(config, m, n)
-    shared = tiles > waves * blocks
-    floats = 2 * blocks * config.block_m * config.block_n if shared else 0
-    return MatmulLaunch(config=config, waves=waves, blocks=blocks, workspace_floats=floats)
+    for tile in _MATMUL_TILES:
+        if tile.above < m <= tile.most:
+            tiles = -(-m // tile.block_m) * -(-n // (64 * tile.consumers * tile.row_mmas))
+            for plan in _work_plans(tile, tiles, k // 128, sms):
+                config = _matmul_config(traits, tile, plan.cluster)
+                if config is not None:
+                    cost = _matmul_cost(tile, tiles, k // 128, plan, sms)
+                    found.append((cost, len(found), config, plan, tiles))
+    _, _, config, plan, tiles = min(found, key=lambda entry: entry[:2])
+    in_memory = tiles > plan.waves * plan.blocks and plan.cluster == 1
+    floats = 2 * plan.blocks * config.block_m * config.block_n if in_memory else 0
+    return MatmulLaunch(
+        config=config, waves=plan.waves, blocks=plan.blocks, workspace_floats=floats
+    )
 
 
-def _tiles(config: MatmulConfig, m: int, n: int) -> int:
-    return -(-m // config.block_m) * -(-n // config.block_n)
+def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | None:
+    """The tile's kernel with as many stages as fit; None where too few do."""
+    for stages in range(tile.stages, 1, -1):
+        config = MatmulConfig(
+            kind=traits.kind,
+            scale=traits.scale,
+            symmetric=traits.symmetric,
+            packed_group=traits.packed_group,
+            silu_mul=traits.silu_mul,
+            block_m=tile.block_m,
+            consumers=tile.consumers,
+            row_mmas=tile.row_mmas,
+            stages=stages,
+            halves=tile.halves,
+            blocks_per_sm=tile.blocks_per_sm,
+            cluster=cluster,
+        )
+        if config.smem_bytes <= _SMEM_BYTES[tile.blocks_per_sm]:
+            return config
+    return None
 
 
-def _work_plans(config: MatmulConfig, m: int, n: int, k: int, sms: int) -> set[tuple[int, int]]:
-    """(whole waves, blocks): even waves of fewer blocks, stream-K after waves, equal splits."""
-    tiles, steps = _tiles(config, m, n), k // 128
-    waves = -(-tiles // sms)
+def _work_plans(tile: _Tile, tiles: int, steps: int, sms: int) -> list[_Plan]:
+    """Even waves of fewer blocks; stream-K after waves; equal parts; clusters that fit at once."""
+    slots = sms * tile.blocks_per_sm
+    waves = -(-tiles // slots)
     blocks = -(-tiles // waves)
-    plans = {(tiles // blocks, blocks)}
-    for whole in {tiles // sms, max(tiles // sms - 1, 0)}:
-        rest = tiles - whole * sms
-        plans.add((whole, sms if whole else min(sms, rest * steps)))
-    plans |= {(0, tiles * s) for s in (2, 3, 4, 8) if tiles * s <= sms and steps >= 2 * s}
-    return plans
+    plans = {(tiles // blocks, blocks, 1)}
+    for whole in {tiles // slots, tiles // slots - 1 if tiles // slots == 1 else tiles // slots}:
+        rest = tiles - whole * slots
+        plans.add((whole, slots if whole else min(slots, rest * steps), 1))
+    if tiles < sms and tile.blocks_per_sm == 2:
+        plans.add((0, min(sms, tiles * steps), 1))
+    parts = [s for s in range(2, 9) if tiles * s <= slots and steps >= 2 * s]
+    plans |= {(0, tiles * s, 1) for s in parts}
+    narrow = tile.consumers * tile.row_mmas == 2 and tile.block_m <= 128
+    if 2 in parts and narrow:
+        plans.add((0, tiles * 2, 2))
+    if 4 in parts and narrow and tile.blocks_per_sm == 2 and tiles * 4 <= sms:
+        # Two slots an SM, half of them free: a cluster of four finds its place in any GPC.
+        plans.add((0, tiles * 4, 4))
+    return [_Plan(waves=w, blocks=b, cluster=c) for w, b, c in sorted(plans)]
 
 
-def _matmul_cycles(
-    config: MatmulConfig, m: int, n: int, k: int, waves: int, blocks: int, step_cycles: int
-) -> float:
-    tiles, steps = _tiles(config, m, n), k // 128
-    rest = tiles - waves * blocks
-    tile_bytes = config.block_m * config.block_n * 4
-    whole = waves * steps * step_cycles + (waves + 1) * _TILE_CYCLES
-    share = -(-rest * steps // blocks) * step_cycles
-    if rest and waves == 0 and blocks % rest == 0:
-        return whole + share + blocks // rest * tile_bytes / 18
-    # Uneven shares: two parts a block, of which it may gather one, and blocks out of step in L2.
-    return whole + share * 1.06 + (3 * tile_bytes / 14 if rest else 0)
+def _matmul_cost(tile: _Tile, tiles: int, steps: int, plan: _Plan, sms: int) -> float:
+    rest = tiles - plan.waves * plan.blocks
+    share = plan.waves * steps + -(-rest * steps // plan.blocks)
+    busy = min(plan.blocks / sms, tile.blocks_per_sm)
+    cost = tile.start + share * (tile.step + tile.step_shared * busy)
+    parts = plan.blocks / rest if rest and plan.waves == 0 else 0.0
+    if plan.cluster > 1:
+        return cost + tile.cluster
+    if rest and parts and plan.blocks % rest == 0:
+        return cost + tile.even + tile.even_part * parts
+    return cost + (tile.uneven + tile.uneven_part * parts if rest else 0.0)
 
 
 def traits_for(problem: W4A16Problem) -> Traits:
@@ -266,6 +343,7 @@ def traits_for(problem: W4A16Problem) -> Traits:
         scale=SCALE_KIND[problem.scale_dtype],
         symmetric=problem.symmetric,
         packed_group=0 if problem.group_size >= problem.k else problem.group_size,
+        silu_mul=problem.silu_mul,
     )
 
 
@@ -275,7 +353,7 @@ def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | MatmulLaunch
     align = math.lcm(128, traits.packed_group or 128)
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
     m = max(problem.m, 1)
-    if m <= DECODE_ROWS or problem.batch_invariant:
+    if problem.batch_invariant or uses_decode(m, n, k):
         rows = min(m, DECODE_ROWS)
         return decode_launch(traits, rows, n, k, arch.num_units, problem.batch_invariant)
     return matmul_launch(traits, m, n, k, arch.num_units)

@@ -1,4 +1,4 @@
-"""W4A16 for few rows (M <= 32) on Hopper: stream the packed words once, nothing else waits.
+"""W4A16 for few rows (M <= 16) on Hopper: stream the packed words once, nothing else waits.
 
     out[m, n] = sum_k act[m, k] * scale[n, group] * (code[n, k] - zero[n, group])  (+ bias[n])
 
@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16.cute_epilogue import write_rows
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 from ridgeline.kernels.w4a16.tiles import DecodeConfig
 
@@ -270,16 +271,9 @@ def multiply_stage(tot, stage, act_lane, sum_lane, unit, cfg: cutlass.Constexpr)
 def write_fragment(values, f: cutlass.Constexpr, tile, lane, dst, cfg: cutlass.Constexpr):
     """Bias, rounding and the store of one 16 x 8 fragment."""
     out, bias, M, N, stride = dst
-    row = tile * ROWS + (f // cfg.nt) * 16 + lane // 4
-    col = (f % cfg.nt) * 8 + 2 * (lane % 4)
-    for half in cutlass.range_constexpr(2):
-        n = row + 8 * half
-        added = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, Int32(n < N) & Int32(bias != 0))
-        for e in cutlass.range_constexpr(2):
-            m = col + e
-            keep = Int32(n < N) & Int32(m < M)
-            at = out + (Int64(m) * stride + n) * 2
-            ptx.store_narrow(at, values[2 * half + e] + added, cfg.kind, keep)
+    block = tile * 2 + f // cfg.nt
+    m = (f % cfg.nt) * 8 + 2 * (lane % 4)
+    write_rows(values, block * 16, lane, m, (out, bias, M, N, stride), cfg)
 
 
 @cute.jit

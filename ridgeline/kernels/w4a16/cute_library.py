@@ -10,13 +10,10 @@ libcute_dsl_runtime.so lies in <cache>/cute (apache-tvm-ffi is needed in any cas
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import fcntl
 import functools
-import hashlib
 import importlib
 import importlib.util
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -28,31 +25,13 @@ import tvm_ffi
 from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path
+from ridgeline.kernels.w4a16.cute_cache import ARCHITECTURE, RUNTIME, cache_folder, kernel_name
 from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 
-ARCHITECTURE = "sm_90a"
-RUNTIME = "libcute_dsl_runtime.so"
 _TRACERS = {
     DecodeConfig: "ridgeline.kernels.w4a16.cute_decode",
     MatmulConfig: "ridgeline.kernels.w4a16.cute_matmul",
 }
-
-
-@functools.cache
-def cache_folder() -> Path:
-    """Where this version of the kernels is kept."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for name in ("tiles.py", "cute_decode.py", "cute_matmul.py", "cute_ptx.py"):
-        digest.update((here / name).read_bytes())
-    return env.cache_dir() / "cute" / f"w4a16-{ARCHITECTURE}-{digest.hexdigest()[:16]}"
-
-
-def kernel_name(config: DecodeConfig | MatmulConfig) -> str:
-    """A C symbol naming one kernel."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-    family = "decode" if isinstance(config, DecodeConfig) else "matmul"
-    return f"w4a16_{family}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 @functools.cache

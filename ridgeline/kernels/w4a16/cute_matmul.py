@@ -1,19 +1,20 @@
-"""W4A16 for many rows (M > 16) on Hopper: packed weights as the register operand of WGMMA.
+"""W4A16 for more rows on Hopper: packed weights as the register operand of WGMMA.
 
     out[m, n] = sum_k act[m, k] * round(scale[n, g(k)] * (code[n, k] - zero[n, g(k)]))  (+ bias[n])
 
-A tile is 128 or 256 outputs x 32 to 256 rows. One producer warp brings stages of 64 inputs by TMA:
-activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or four
-consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of a stage are one 128-bit load
-(layout.py); it turns them into operand registers, exactly (q - zero), then one rounding by the
-scale, while the product of the stage before runs: two sets of operand registers alternate.
+A tile is 128 or 256 outputs x 16 to 256 rows. One producer warp brings stages of 64 or 128 inputs
+by TMA: activations in WGMMA's swizzle, codes, scales and zero points as they lie in memory. Two or
+four consumer warpgroups own 64 (or 2 x 64) outputs each. A lane's codes of 64 inputs are one
+128-bit load (layout.py); it turns them into operand registers while the product before runs: two
+sets of operand registers alternate. Weights are rounded once (`decode_step`).
 
-Bytes a tile and stage: block_n 32 of codes, block_m 128 of activations. Bound by the tensor cores
-above some 128 rows, by the re-reading of activations from L2 below (hence 256 outputs a tile).
+Bytes a tile and 64 inputs: block_n 32 of codes, block_m 128 of activations. Bound by the tensor
+cores above some 128 rows; below by issue slots and by the re-reading of activations from L2.
 
 Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
 equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
-that finishes last, so results do not depend on timing.
+that finishes last, so results do not depend on timing. Or the blocks of a cluster have a part of K
+of one tile each and add their sums, in the order of k, in each other's shared memory.
 
 Scales of another dtype than the activations are used as a sum of two (high and low part, one fma),
 so that a weight is still rounded once.
@@ -28,6 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16.cute_epilogue import load_bias, write_rows
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 from ridgeline.kernels.w4a16.tiles import MatmulConfig
 
@@ -174,12 +176,12 @@ def make_copies(tma, tensors, smem, cfg: cutlass.Constexpr):
 
 @cute.jit
 def scale_column(step, cfg: cutlass.Constexpr):
-    """Which tile of scales the step (64 inputs) needs."""
+    """Which tile of scales the step (a stage's inputs) needs."""
     if cutlass.const_expr(cfg.per_channel):
         return Int32(0)
-    if cutlass.const_expr(cfg.packed_group <= 64):
+    if cutlass.const_expr(cfg.packed_group <= 64 * cfg.halves):
         return step
-    return step * 64 // cfg.packed_group
+    return step * (64 * cfg.halves) // cfg.packed_group
 
 
 @cute.jit
@@ -189,7 +191,10 @@ def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
     cute.arch.sync_warp()
     bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
     atom, source, target = copies[1]
-    cute.copy(atom, source[None, row, step], target[None, stage], tma_bar_ptr=bar)
+    for half in cutlass.range_constexpr(cfg.halves):
+        at = cfg.halves * stage + half
+        chunk = cfg.halves * step + half
+        cute.copy(atom, source[None, row, chunk], target[None, at], tma_bar_ptr=bar)
     column = scale_column(step, cfg)
     atom, source, target = copies[2]
     cute.copy(atom, source[None, row, column], target[None, stage], tma_bar_ptr=bar)
@@ -211,9 +216,10 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
     if count > 0:
         tile, begin, end, _ = segment(Int32(0), plan, first, share, cfg)
         _, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
-        early = cutlass.min(Int32(cfg.stages), 2 * (end - begin))
+        begin = begin * (2 // cfg.halves)
+        early = cutlass.min(Int32(cfg.stages), end * (2 // cfg.halves) - begin)
         for i in cutlass.range(early, unroll=1):
-            load_weights(copies, out0 // cfg.block_n, 2 * begin + i, i, bars + i * 8, lane, cfg)
+            load_weights(copies, out0 // cfg.block_n, begin + i, i, bars + i * 8, lane, cfg)
     ptx.wait_previous_grid()
     stage, parity = Int32(0), Int32(1)
     at, left = first, share
@@ -222,7 +228,8 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
         left = left - (after - at)
         at = after
         row0, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
-        for step in cutlass.range(2 * begin, 2 * end, unroll=1):
+        per = 2 // cfg.halves
+        for step in cutlass.range(begin * per, end * per, unroll=1):
             full = bars + stage * 8
             if early > 0:
                 early = early - 1
@@ -230,14 +237,11 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
                 ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
                 load_weights(copies, out0 // cfg.block_n, step, stage, full, lane, cfg)
             atom, source, target = copies[0]
-            cute.copy(
-                atom,
-                source[None, row0 // cfg.block_m, step],
-                target[None, stage],
-                tma_bar_ptr=cute.make_ptr(
-                    cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8
-                ),
-            )
+            bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
+            for half in cutlass.range_constexpr(cfg.halves):
+                rows = source[None, row0 // cfg.block_m, cfg.halves * step + half]
+                into = target[None, cfg.halves * stage + half]
+                cute.copy(atom, rows, into, tma_bar_ptr=bar)
             stage += 1
             if stage == cfg.stages:
                 stage = Int32(0)
@@ -245,24 +249,41 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def load_operand(slot, place, mi: cutlass.Constexpr, rA, cfg: cutlass.Constexpr):
-    """Codes of a stage's mi-th 64 outputs to operand registers rA (16 Int32)."""
+def load_factors(slot, place, mi: cutlass.Constexpr, cfg: cutlass.Constexpr):
+    """Scales and offsets of a stage's mi-th 64 outputs, a pair for each of its groups."""
     wg, warp, lane = place
-    # rows 64 (wg row_mmas + mi) + 16 warp: 32-output block, its half rt
     block = (wg * cfg.row_mmas + mi) * 2 + warp // 2
     rt = warp % 2
-    w = ptx.lds128(slot + block * 1024 + rt * 512 + lane * 16)
     scale_at = slot + cfg.code_bytes + block * cfg.block_scale_bytes
     scale_at = scale_at + (lane // 4) * (cfg.scale_row // 8) + rt * (cfg.scale_row // 16)
     zero_at = slot + cfg.code_bytes + (cfg.block_n // 32) * cfg.block_scale_bytes
     zero_at = zero_at + block * cfg.block_zero_bytes + (lane // 4) * 4 + rt * 2
-    scales, offsets = [], []
-    for s in cutlass.range_constexpr(cfg.stage_groups):
-        scales.append(row_scales(scale_at + s * cfg.scale_row, cfg))
-        offsets.append(load_offsets(zero_at + s * 32, rt, cfg))
+    return [
+        (row_scales(scale_at + s * cfg.scale_row, cfg), load_offsets(zero_at + s * 32, rt, cfg))
+        for s in range(cfg.stage_groups)
+    ]
+
+
+@cute.jit
+def load_words(slot, place, cfg: cutlass.Constexpr):
+    """A lane's codes of a stage: four words for 64 outputs x 64 inputs."""
+    wg, warp, lane = place
+    out = []
+    for mi in cutlass.range_constexpr(cfg.row_mmas):
+        # rows 64 (wg row_mmas + mi) + 16 warp: 32-output block, its half rt
+        block = (wg * cfg.row_mmas + mi) * 2 + warp // 2
+        at = slot + block * 1024 + (warp % 2) * 512 + lane * 16
+        part = cfg.block_n * 32
+        out.append([ptx.lds128(at + half * part) for half in range(cfg.halves)])
+    return out
+
+
+@cute.jit
+def make_operand(words, half: cutlass.Constexpr, factors, rA, cfg: cutlass.Constexpr):
+    """Codes of 64 outputs x 64 inputs to operand registers rA (16 Int32)."""
     for i in cutlass.range_constexpr(4):
-        s = (i // 2) if cfg.stage_groups == 2 else 0
-        registers = decode_step(w[i], scales[s], offsets[s], cfg)
+        scales, offsets = factors[(half * 4 + i) * cfg.stage_groups // (4 * cfg.halves)]
+        registers = decode_step(words[i], scales, offsets, cfg)
         for j in cutlass.range_constexpr(4):
             rA[i * 4 + j] = registers[j]
 
@@ -285,15 +306,15 @@ def load_offsets(zero_at, rt, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def multiply(mma, acc, tA, tB, stage, fresh, cfg: cutlass.Constexpr):
-    """Issue the products of one stage with 64 outputs, as one group."""
+def multiply(mma, acc, tA, tB, part, fresh, cfg: cutlass.Constexpr):
+    """Issue the products of 64 inputs (half a stage) with 64 outputs, as one group."""
     warpgroup.fence()
     for k in cutlass.range_constexpr(4):
         if cutlass.const_expr(k == 0):
             mma.set(warpgroup.Field.ACCUMULATE, fresh == 0)
         else:
             mma.set(warpgroup.Field.ACCUMULATE, True)
-        cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k, stage], acc)
+        cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k, part], acc)
     warpgroup.commit_group()
 
 
@@ -318,14 +339,21 @@ def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
     for mi in cutlass.range_constexpr(cfg.row_mmas):
         for i in cutlass.range_constexpr(per_mma):
             acc[mi][i] = Float32(0.0)
-    for part in cutlass.range(num_parts, unroll=1):
-        slot = 2 * (block_first + part) + Int32(part == 0)
-        base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
+    # Several parts' loads in flight where registers allow.
+    together = 2 if cfg.block_m * cfg.row_mmas <= 32 else 1
+    for first in cutlass.range(0, num_parts, together, unroll=1):
         for mi in cutlass.range_constexpr(cfg.row_mmas):
-            for j in cutlass.range_constexpr(per_mma // 4):
-                values = ptx.ldg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048))
-                for e in cutlass.range_constexpr(4):
-                    acc[mi][4 * j + e] = acc[mi][4 * j + e] + values[e]
+            values = []
+            for more in cutlass.range_constexpr(together):
+                part = first + more
+                slot = 2 * (block_first + part) + Int32(part == 0)
+                base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
+                for j in cutlass.range_constexpr(per_mma // 4):
+                    at = base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048)
+                    values += ptx.ldg128f(at, Int32(part < num_parts))
+            for more in cutlass.range_constexpr(together):
+                for i in cutlass.range_constexpr(per_mma):
+                    acc[mi][i] = acc[mi][i] + values[more * per_mma + i]
 
 
 @cute.jit
@@ -339,11 +367,10 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
     """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store.
 
     A warpgroup has `store_regions` of shared memory for its `row_mmas` parts."""
-    bias, N = dst
+    bias, N, _, _, _ = dst
     atom, source, target, tile_smem = store
     wg, warp, lane = place
     row0, out0 = corner
-    has_bias = Int32(bias != 0)
     for mi in cutlass.range_constexpr(cfg.row_mmas):
         region = wg * cfg.store_regions + mi % cfg.store_regions
         if cutlass.const_expr(mi % cfg.store_regions == 0):
@@ -351,8 +378,7 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             wait_group_of(wg)
         n = out0 + (wg * cfg.row_mmas + mi) * 64 + warp * 16 + lane // 4
-        low = ptx.load_narrow(bias + Int64(n) * 2, cfg.kind, has_bias & Int32(n < N))
-        high = ptx.load_narrow(bias + Int64(n + 8) * 2, cfg.kind, has_bias & Int32(n + 8 < N))
+        low, high = load_bias(bias, n, N, cfg), load_bias(bias, n + 8, N, cfg)
         # matrix lane // 8: outputs 16 warp + 8 (matrix % 2), rows 8 (matrix // 2) of 16
         at = tile_smem + region * (cfg.block_m * 128) + (lane % 8 + (lane // 16) * 8) * 128
         at = at + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
@@ -420,6 +446,50 @@ def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr
 
 
 @cute.jit
+def write_fragment(values, f: cutlass.Constexpr, place, corner, dst, cfg: cutlass.Constexpr):
+    """Store a lane's part of the f-th 16 outputs x 8 rows of its warp."""
+    bias, N, out, M, stride = dst
+    wg, warp, lane = place
+    region = wg * cfg.row_mmas + f // (cfg.block_m // 8)
+    m = corner[0] + f % (cfg.block_m // 8) * 8 + 2 * (lane % 4)
+    scaled = [value * cfg.weight_factor for value in values]
+    write_rows(scaled, corner[1] + region * 64 + warp * 16, lane, m, (out, bias, M, N, stride), cfg)
+
+
+@cute.jit
+def write_direct(acc, place, corner, dst, cfg: cutlass.Constexpr):
+    """Store a tile straight from registers."""
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        mi, group = f // (cfg.block_m // 8), f % (cfg.block_m // 8)
+        values = [acc[mi][4 * group + e] for e in range(4)]
+        write_fragment(values, f, place, corner, dst, cfg)
+
+
+@cute.jit
+def finish_cluster(acc, place, rank, received, corner, dst, cfg: cutlass.Constexpr):
+    """Add the cluster's parts of a tile in order of k, every block a share of the fragments."""
+    wg, warp, lane = place
+    number = (wg * 4 + warp) * cfg.warp_fragments
+    per_mma = cfg.block_m // 8
+    share = -(-cfg.fragments // cfg.cluster) * 512
+    ptx.cluster_wait()
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        values = [acc[f // per_mma][4 * (f % per_mma) + e] for e in range(4)]
+        at = rank * share + (number + f) // cfg.cluster * 512 + lane * 16
+        ptx.sts128f_cluster(received + at, (number + f) % cfg.cluster, values)
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        if (number + f) % cfg.cluster == rank:
+            at = received + (number + f) // cfg.cluster * 512 + lane * 16
+            total = ptx.lds128f(at)
+            for part in cutlass.range_constexpr(1, cfg.cluster):
+                values = ptx.lds128f(at + part * share)
+                total = [total[e] + values[e] for e in range(4)]
+            write_fragment(total, f, place, corner, dst, cfg)
+
+
+@cute.jit
 def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
     """A consumer warpgroup: products of all the block's segments, then their tiles."""
     plan, first_share, tiles_mn = work
@@ -436,24 +506,25 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         at = after
         before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
-            for half in cutlass.range_constexpr(2):
+            for part in cutlass.range_constexpr(2 // cfg.halves):
                 ptx.mbar_wait(bars + stage * 8, parity)
-                fresh = Int32(0)
-                started = Int32(1)
-                if cutlass.const_expr(half == 0):
-                    fresh = Int32(step == begin)
-                    started = Int32(step > begin)
                 slot = weights_smem + stage * cfg.slot_bytes
-                for mi in cutlass.range_constexpr(cfg.row_mmas):
+                codes = load_words(slot, place, cfg)
+                factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
+                fresh = Int32(part == 0) & Int32(step == begin)
+                for use in cutlass.range_constexpr(cfg.halves * cfg.row_mmas):
                     # two sets of operand registers in turn: one is made while the other is used
-                    use = half if cfg.row_mmas == 1 else mi
-                    load_operand(slot, place, mi, words[use], cfg)
-                    multiply(mma, acc[mi], operands[use], tB, stage, fresh, cfg)
+                    half, mi = use // cfg.row_mmas, use % cfg.row_mmas
+                    turn = (part * cfg.halves * cfg.row_mmas + use) % 2
+                    make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
+                    chunk = cfg.halves * stage + half
+                    starts = fresh if half == 0 else Int32(0)
+                    multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
                     warpgroup.wait_group(1)
-                    if cutlass.const_expr(mi == 0):
+                    if cutlass.const_expr(use == 0):
                         # now the products of the stage before this one are done
                         released = bars + (cfg.stages + before) * 8
-                        ptx.mbar_arrive(released, started & Int32(lane == 0))
+                        ptx.mbar_arrive(released, Int32(fresh == 0) & Int32(lane == 0))
                 before = stage
                 stage += 1
                 if stage == cfg.stages:
@@ -461,13 +532,19 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
                     parity = parity ^ 1
         warpgroup.wait_group(0)
         ptx.mbar_arrive(bars + (cfg.stages + before) * 8, Int32(lane == 0))
-        complete = Int32(1)
-        if end - begin < steps:
-            complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
-        if complete != 0:
-            corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
-            write_tile(flat, place, store, corner, dst, cfg)
-    cute.arch.cp_async_bulk_wait_group(0)
+        corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        if cutlass.const_expr(cfg.cluster > 1):
+            finish_cluster(flat, place, plan[3] % cfg.cluster, store[3], corner, dst, cfg)
+        else:
+            complete = Int32(1)
+            if end - begin < steps:
+                complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
+            if complete != 0:
+                if cutlass.const_expr(cfg.silu_mul):
+                    write_direct(flat, place, corner, dst, cfg)
+                else:
+                    write_tile(flat, place, store, corner, dst, cfg)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
@@ -503,10 +580,11 @@ def matmul_kernel(
     tma: tuple, tensors: tuple, layout_act: cute.ComposedLayout, pointers: tuple, sizes: tuple,
     cfg: cutlass.Constexpr,
 ):  # fmt: skip
-    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, workspace, counters);
-    sizes = (M, N, 32-output blocks, chunks of 64, whole waves)."""
-    bias, workspace, counters = pointers
-    M, N, blocks_n, chunks, waves = sizes
+    """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, out, workspace,
+    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of
+    out)."""
+    bias, out, workspace, counters = pointers
+    M, N, blocks_n, chunks, waves, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
@@ -527,13 +605,15 @@ def matmul_kernel(
     sO = cute.make_tensor(
         cute.recast_ptr(base + tile_at, layout_out.inner, dtype=dtype), layout_out.outer
     )
-    weights_at = tile_at + cfg.store_bytes
+    weights_at = tile_at + -(-cfg.store_bytes // 1024) * 1024
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.stages):
             ptx.mbar_init(bars + i * 8, 1)
             ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4)
         ptx.mbar_fence()
     cute.arch.sync_threads()
+    if cutlass.const_expr(cfg.cluster > 1):
+        ptx.cluster_arrive()
     ptx.launch_next_grid()
 
     work = share_of_work(M, blocks_n, chunks, waves, cfg)
@@ -548,13 +628,16 @@ def matmul_kernel(
             types = (cutlass.Int32, SCALE_DTYPE[cfg.scale], cutlass.Uint8)
             for i in cutlass.range_constexpr(2 if cfg.symmetric else 3):
                 pitch = cfg.slot_bytes // (types[i].width // 8)
-                layout = cute.make_layout(
-                    (rows, widths[i], cfg.stages), stride=(widths[i], 1, pitch)
-                )
+                shape, steps = cfg.stages, pitch
+                if cutlass.const_expr(i == 0):
+                    shape, steps = (cfg.halves, cfg.stages), (rows * 256, pitch)
+                layout = cute.make_layout((rows, widths[i], shape), stride=(widths[i], 1, steps))
                 pointer = cute.recast_ptr(base + weights_at + offsets[i], dtype=types[i])
                 smem.append(cute.make_tensor(pointer, layout))
             copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
             produce(work, bars, copies, lane, cfg)
+        if cutlass.const_expr(cfg.cluster > 1):
+            ptx.cluster_wait()
     else:
         if cutlass.const_expr(cfg.reallocates):
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
@@ -576,7 +659,7 @@ def matmul_kernel(
         )  # fmt: skip
         consume(
             work, (bars + weights_at, bars), mma, tB,
-            (tma[-1], source, target, bars + tile_at), (bias, N),
+            (tma[-1], source, target, bars + tile_at), (bias, N, out, M, out_stride),
             (workspace, counters, flag), (warp // 4, warp % 4, lane), cfg,
         )  # fmt: skip
 
@@ -584,13 +667,13 @@ def matmul_kernel(
 @cute.jit
 def launch_matmul(
     act: cute.Tensor, words: cute.Tensor, scales: cute.Tensor, zeros: cute.Tensor,
-    out: cute.Tensor, bias: Int64, workspace: Int64, counters: Int64, waves: Int32,
-    blocks: Int32, stream, cfg: cutlass.Constexpr,
+    out: cute.Tensor, bias: Int64, out_at: Int64, workspace: Int64, counters: Int64,
+    waves: Int32, blocks: Int32, stream, cfg: cutlass.Constexpr,
 ):  # fmt: skip
     """Launch on a stream. act [M, K], words int32 [N / 32, 4 K], scales and zeros [N / 32, 32 R],
     out [M, N], all contiguous in their last dim; zeros is any such tensor where there are none."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, DTYPE[cfg.kind])
-    layout = cute.tile_to_shape(atom, (cfg.block_m, 64, cfg.stages), order=(0, 1, 2))
+    layout = cute.tile_to_shape(atom, (cfg.block_m, 64, cfg.halves * cfg.stages), order=(0, 1, 2))
     rows = cfg.block_n // 32
     width = 32 * cfg.stage_groups
     plain = cute.make_layout((rows, width), stride=(width, 1))
@@ -612,12 +695,16 @@ def launch_matmul(
         tuple(part[0] for part in parts),
         tuple(part[1] for part in parts),
         layout,
-        (bias, workspace, counters),
-        (act.shape[0], out.shape[1], words.shape[0], words.shape[1] // 256, waves),
+        (bias, out_at, workspace, counters),
+        (
+            act.shape[0], out.shape[1] * (1 + cfg.silu_mul), words.shape[0],
+            words.shape[1] // 256, waves, Int32(out.stride[0]),
+        ),
         cfg,
     ).launch(
         grid=(blocks, 1, 1),
         block=(cfg.threads, 1, 1),
+        cluster=(cfg.cluster, 1, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,
@@ -636,7 +723,7 @@ def trace(config: MatmulConfig, architecture: str):
         fake_matrix(SCALE_DTYPE[config.scale], 32),
         fake_matrix(cutlass.Uint8, 32),
         fake_matrix(dtype, 8),
-        *[Int64(0)] * 3,
+        *[Int64(0)] * 4,
         *[Int32(1)] * 2,
         make_fake_stream(),
         config,

@@ -297,6 +297,16 @@ def load_narrow(address, kind, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def silu(value, *, loc=None, ip=None):
+    """x / (1 + exp(-x)) in fp32, to some 1e-6."""
+    text = (
+        "{\n .reg .f32 t;\n mul.f32 t, $1, 0fBFB8AA3B;\n ex2.approx.f32 t, t;\n"
+        " add.f32 t, t, 0f3F800000;\n div.full.f32 $0, $1, t;\n}"
+    )
+    return Float32(_pure(T.f32(), [_f32(value, loc, ip)], text, "=f,f", loc, ip))
+
+
+@dsl_user_op
 def stg128f(address, values, *, loc=None, ip=None):
     """Store four floats to global memory (L2)."""
     operands = [_i64(address, loc, ip)] + [_f32(v, loc, ip) for v in values]
@@ -305,12 +315,15 @@ def stg128f(address, values, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ldg128f(address, *, loc=None, ip=None):
-    """Load four floats from global memory, past L1."""
-    text = "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];"
-    out = _asm(
-        _struct(T.f32(), 4), [_i64(address, loc, ip)], text, "=f,=f,=f,=f,l,~{memory}", loc, ip
+def ldg128f(address, pred=1, *, loc=None, ip=None):
+    """Load four floats from global memory, past L1; zeros where `pred` is 0."""
+    text = (
+        "{\n .reg .pred p;\n setp.ne.s32 p, $5, 0;\n mov.b32 $0, 0f00000000;\n"
+        " mov.b32 $1, 0f00000000;\n mov.b32 $2, 0f00000000;\n mov.b32 $3, 0f00000000;\n"
+        " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];\n}"
     )
+    operands = [_i64(address, loc, ip), _i32(pred, loc, ip)]
+    out = _asm(_struct(T.f32(), 4), operands, text, "=&f,=&f,=&f,=&f,l,r,~{memory}", loc, ip)
     return _floats(out, 4, loc, ip)
 
 
@@ -338,6 +351,29 @@ def wait_previous_grid(*, loc=None, ip=None):
 def launch_next_grid(*, loc=None, ip=None):
     """Let the next grid of the stream start when there is room."""
     _asm(None, [], "griddepcontrol.launch_dependents;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def cluster_arrive(*, loc=None, ip=None):
+    """Arrive at the cluster's barrier, releasing what this thread wrote."""
+    _asm(None, [], "barrier.cluster.arrive.release;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def cluster_wait(*, loc=None, ip=None):
+    """Wait until every thread of the cluster that has not ended has arrived."""
+    _asm(None, [], "barrier.cluster.wait.acquire;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def sts128f_cluster(address, rank, values, *, loc=None, ip=None):
+    """Store four floats to the same shared-memory address of a block of the cluster."""
+    operands = [_i32(address, loc, ip), _i32(rank, loc, ip)] + [_f32(v, loc, ip) for v in values]
+    text = (
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, $0, $1;\n"
+        " st.shared::cluster.v4.f32 [there], {$2, $3, $4, $5};\n}"
+    )
+    _asm(None, operands, text, "r,r,f,f,f,f,~{memory}", loc, ip)
 
 
 @dsl_user_op

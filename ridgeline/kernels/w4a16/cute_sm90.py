@@ -1,8 +1,9 @@
 """W4A16 on Hopper: the host side of the two CuTe DSL kernels over the one packed layout.
 
-Up to 16 rows: cute_decode (bound by the bytes of the packed weight). Above: cute_matmul (WGMMA with
-the weights as the register operand). `batch_invariant`: cute_decode for any number of rows, 16 at a
-time, with one split of K whatever their number, so a row's bits depend on that row alone.
+Up to 8 rows, and up to 16 of all but large layers: cute_decode (bound by the bytes of the packed
+weight). Else cute_matmul (WGMMA with the weights as the register operand). `batch_invariant`:
+cute_decode for any number of rows, 16 at a time, with one split of K whatever their number, so a
+row's bits depend on that row alone.
 
 Kernels are compiled once per config and kept in the user cache (cute_library).
 """
@@ -15,8 +16,9 @@ import functools
 import torch
 
 from ridgeline.core import arch as arches
+from ridgeline.core.errors import unsupported
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.kernels.w4a16 import cute_library
+from ridgeline.kernels.w4a16 import cute_library, layout
 from ridgeline.kernels.w4a16.config import (
     DECODE_ROWS,
     DecodeLaunch,
@@ -25,10 +27,17 @@ from ridgeline.kernels.w4a16.config import (
     decode_launch,
     matmul_launch,
     traits_of,
+    uses_decode,
 )
-from ridgeline.kernels.w4a16.layout import PackedW4, from_tensors, gather_inputs, pack, to_tensors
+from ridgeline.kernels.w4a16.layout import (
+    PackedW4,
+    from_tensors,
+    gather_inputs,
+    interleave,
+    pack,
+    to_tensors,
+)
 from ridgeline.kernels.w4a16.prepared import Prepared
-from ridgeline.kernels.w4a16.ref import finish
 
 _MAX_COUNTERS = 4096
 
@@ -37,7 +46,12 @@ def prepare(
     weight: QuantizedWeight | PackedW4, dtype: torch.dtype, *, silu_mul: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """The packed layout (layout.to_tensors) and the zeroed counters of split tiles."""
-    packed = weight if isinstance(weight, PackedW4) else pack(weight)
+    if isinstance(weight, PackedW4):
+        packed = weight
+    else:
+        packed = pack(interleave(weight) if silu_mul else weight)
+    if packed.symmetric and dtype == torch.bfloat16:
+        _check_scales(packed)
     device = packed.word_TCrli.device
     tiles = max(packed.word_TCrli.shape[0], _MAX_COUNTERS)
     counters = torch.zeros(tiles, dtype=torch.int32, device=device)
@@ -45,6 +59,26 @@ def prepare(
         # Kernels ask for weights before the previous kernel of the stream has ended.
         torch.cuda.synchronize(device)
     return (*to_tensors(packed), counters)
+
+
+def _check_scales(packed: PackedW4) -> None:
+    """bf16 scales outside 2^-93 to 2^27 leave the range of the WGMMA kernel's factors."""
+    size = packed.scale_TRgj.abs()
+    if size.device.type == "meta" or size.dtype != torch.bfloat16:
+        return
+    if bool(((size > 2.0**27) | ((size < 2.0**-93) & (size > 0))).any()):
+        raise unsupported(
+            "w4a16",
+            "scale_NR",
+            "lie between 2^-93 and 2^27 in size",
+            "a bf16 scale beyond",
+            "pass impl='triton'",
+        )
+
+
+def restore_codes(prepared: Prepared) -> torch.Tensor:
+    """code_NK of the weight that was prepared (without silu_mul, which reorders rows)."""
+    return layout.restore_codes(prepared.tensors, n=prepared.n, k=prepared.k)
 
 
 def forward(
@@ -64,19 +98,24 @@ def forward(
     act_MK = aligned_rows(gather_inputs(act_MK, packed))
     M = act_MK.shape[0]
     # Rows of the output start at multiples of 16 bytes, as TMA stores want them.
-    out_MN = act_MK.new_empty(M, packed.n + -packed.n % 8)[:, : packed.n]
+    columns = prepared.columns
+    out_MN = act_MK.new_empty(M, columns + -columns % 8)[:, :columns]
     bias_N = bias_N.contiguous() if bias_N is not None else None
     with torch.cuda.device(act_MK.device):
-        if M > DECODE_ROWS and not batch_invariant:
-            matmul(act_MK, packed, bias_N, out_MN, counters)
+        if not batch_invariant and not uses_decode(M, packed.n_padded, packed.k_padded):
+            matmul(act_MK, packed, bias_N, out_MN, counters, silu_mul=prepared.silu_mul)
         else:
             for first in range(0, M, DECODE_ROWS):
                 rows = slice(first, first + DECODE_ROWS)
                 decode(
-                    act_MK[rows], packed, bias_N, out_MN[rows], counters, invariant=batch_invariant
+                    act_MK[rows],
+                    packed,
+                    bias_N,
+                    out_MN[rows],
+                    counters,
+                    invariant=batch_invariant,
+                    silu_mul=prepared.silu_mul,
                 )
-    if prepared.silu_mul:
-        return finish(out_MN.float(), None, True, act_MK.dtype)
     return out_MN.contiguous()
 
 
@@ -96,11 +135,12 @@ def decode(
     counters: torch.Tensor,
     *,
     invariant: bool = False,
+    silu_mul: bool = False,
     launch: DecodeLaunch | None = None,
 ) -> None:
     """Write out_MN for at most 16 rows."""
     M, K = act_MK.shape
-    traits = traits_of(packed, act_MK.dtype)
+    traits = traits_of(packed, act_MK.dtype, silu_mul)
     launch = launch or decode_launch(
         traits, M, packed.n_padded, packed.k_padded, num_sms(act_MK.device.index), invariant
     )
@@ -139,10 +179,11 @@ def matmul(
     out_MN: torch.Tensor,
     counters: torch.Tensor,
     *,
+    silu_mul: bool = False,
     launch: MatmulLaunch | None = None,
 ) -> None:
     """Write out_MN for any number of rows."""
-    traits = traits_of(packed, act_MK.dtype)
+    traits = traits_of(packed, act_MK.dtype, silu_mul)
     launch = launch or matmul_launch(
         traits, act_MK.shape[0], packed.n_padded, packed.k_padded, num_sms(act_MK.device.index)
     )
@@ -157,6 +198,7 @@ def matmul(
         zero if zero is not None else packed.word_TCrli.view(torch.uint8).view(T, -1),
         out_MN,
         _address(bias_N),
+        out_MN.data_ptr(),
         workspace.data_ptr(),
         counters.data_ptr(),
         launch.waves,
@@ -169,7 +211,7 @@ def kernels_for(traits: Traits, n: int, k: int, rows: range, sms: int) -> set:
     """Configs that a layer can ask for with these numbers of rows (to compile them ahead)."""
     found = set()
     for m in rows:
-        if m <= DECODE_ROWS:
+        if uses_decode(m, n, k):
             found.add(decode_launch(traits, m, n, k, sms, False).config)
         else:
             found.add(matmul_launch(traits, m, n, k, sms).config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
+from ridgeline.kernels.w4a16 import cute_cache
 from ridgeline.kernels.w4a16.config import launch_for, launch_for_triton
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 
@@ -63,6 +64,8 @@ def _packable(problem: W4A16Problem, arch: Arch) -> str | None:
 def _hopper(problem: W4A16Problem, arch: Arch) -> str | None:
     if problem.group_size not in (32, 64, 128, 256, problem.k):
         return f"takes groups of 32, 64, 128, 256 or whole channels, not {problem.group_size}"
+    if not arch.pretended and not cute_cache.can_run():
+        return "needs the package nvidia-cutlass-dsl, or a cache that ridgeline warmup filled"
     return _packable(problem, arch)
 
 
@@ -75,7 +78,7 @@ register(
         refuses=_hopper,
         priority=100,
         module=f"{_PACKAGE}.cute_sm90",
-        needs=("cutlass", "tvm_ffi"),
+        needs=("tvm_ffi",),
         config=launch_for,
         summary="Hopper: streamed packed words below 17 rows, WGMMA from registers above",
     )

@@ -153,13 +153,10 @@ def unpack(packed: PackedW4) -> QuantizedWeight:
     slot_scale = _restore_rows(packed.scale_TRgj)[: packed.n]
     slot_zero = None if packed.zero_TRgj is None else _restore_rows(packed.zero_TRgj)[: packed.n]
     group_of_K = None
-    if packed.source_K is None:
-        code = slot_code[:, : packed.k].contiguous()
-    else:
+    code = _codes_in_order(slot_code, packed)
+    if packed.source_K is not None:
         used = packed.source_K >= 0
         source = packed.source_K[used].long()
-        code = torch.empty(packed.n, packed.k, dtype=torch.uint8, device=slot_code.device)
-        code[:, source] = slot_code[:, used]
         assert packed.group_of_R is not None
         slot_group = packed.group_of_R.repeat_interleave(packed.packed_group)[: used.numel()]
         group_of_K = torch.empty(packed.k, dtype=torch.int32, device=code.device)
@@ -174,6 +171,31 @@ def unpack(packed: PackedW4) -> QuantizedWeight:
         group_size=packed.group_size,
         group_of_K=group_of_K,
         bias_N=packed.bias_N,
+    )
+
+
+def interleave(weight: QuantizedWeight) -> QuantizedWeight:
+    """Rows of a fused gate-up pair as the Hopper kernels' silu_mul epilogue wants them: 8 gates,
+    then their 8 ups.
+
+    Each half is padded to a multiple of 8 rows with scale 0. The bias is left out: it is given to
+    `forward` in the original order.
+    """
+    half = weight.shape_nk[0] // 2
+    rows = torch.arange(half, device=weight.code_NK.device)
+    rows = torch.nn.functional.pad(rows, (0, -half % 8), value=-1).view(-1, 1, 8)
+    order = torch.cat((rows, torch.where(rows >= 0, rows + half, -1)), 1).flatten()
+
+    def pick(table: torch.Tensor) -> torch.Tensor:
+        found = table[order.clamp_min(0)]
+        return torch.where((order >= 0)[:, None], found, found.new_zeros(()))
+
+    return replace(
+        weight,
+        code_NK=pick(weight.code_NK),
+        scale_NR=pick(weight.scale_NR),
+        zero_NR=None if weight.zero_NR is None else pick(weight.zero_NR),
+        bias_N=None,
     )
 
 
@@ -207,6 +229,22 @@ def from_tensors(tensors: Sequence[torch.Tensor], *, n: int, k: int) -> PackedW4
         packed_group=packed_group,
         num_groups=scale.shape[1],
     )
+
+
+def restore_codes(tensors: Sequence[torch.Tensor], *, n: int, k: int) -> torch.Tensor:
+    """code_NK uint8 [N, K] of the weight that was packed (without interleaved rows)."""
+    packed = from_tensors(tensors, n=n, k=k)
+    return _codes_in_order(_unpack_codes(packed.word_TCrli)[:n], packed)
+
+
+def _codes_in_order(slot_code: torch.Tensor, packed: PackedW4) -> torch.Tensor:
+    """Codes by slot to codes by input."""
+    if packed.source_K is None:
+        return slot_code[:, : packed.k].contiguous()
+    used = packed.source_K >= 0
+    code = torch.empty(packed.n, packed.k, dtype=torch.uint8, device=slot_code.device)
+    code[:, packed.source_K[used].long()] = slot_code[:, used]
+    return code
 
 
 def gather_inputs(act_MK: torch.Tensor, packed: PackedW4) -> torch.Tensor:

@@ -87,6 +87,13 @@ def decode_bytes(prepared: Prepared) -> int:
     return prepared.resident_bytes if own is None else own(prepared)
 
 
+def restore_codes(prepared: Prepared) -> torch.Tensor | None:
+    """code_NK uint8 [N, K] from a prepared weight; None where its layout does not give them back
+    (the CPU's and the reference's, or with silu_mul)."""
+    own = getattr(_module(prepared.impl), "restore_codes", None)
+    return None if own is None or prepared.silu_mul else own(prepared)
+
+
 def w4a16_linear(
     act: torch.Tensor,
     prepared: Prepared,

@@ -24,7 +24,7 @@ class DecodeConfig:
     packed_group: int
     """32, 64, 128, 256, or 0 for one scale along K."""
     nt: int
-    """Columns of 8 rows of activations: M <= 8 nt; 1, 2 or 4."""
+    """Columns of 8 rows of activations: M <= 8 nt; 1 or 2."""
     warps: int
     """Compute warps a block."""
     stages: int
@@ -34,6 +34,8 @@ class DecodeConfig:
     red_buffers: int = 2
     reducers: int = 1
     """Warps that add the compute warps' sums; tiles go to them in turn."""
+    silu_mul: bool = False
+    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
@@ -171,8 +173,15 @@ class MatmulConfig:
     row_mmas: int
     """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
     stages: int
-    """Stages of 64 inputs in flight; even."""
+    """In flight."""
+    halves: int = 2
+    """Parts of 64 inputs a stage: 1 or 2."""
     blocks_per_sm: int = 1
+    cluster: int = 1
+    """Blocks that share a tile, each a part of K; they add their sums in each other's shared
+    memory."""
+    silu_mul: bool = False
+    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
 
     @property
@@ -214,8 +223,9 @@ class MatmulConfig:
 
     @property
     def stage_groups(self) -> int:
-        """Scale rows a stage of 64 inputs needs."""
-        return 2 if self.packed_group == 32 else 1
+        """Scale rows a stage needs."""
+        stage_k = 64 * self.halves
+        return stage_k // self.packed_group if 0 < self.packed_group < stage_k else 1
 
     @property
     def exact_scale(self) -> bool:
@@ -234,15 +244,29 @@ class MatmulConfig:
 
     @property
     def store_bytes(self) -> int:
+        """Shared memory of the output: its tile, or what the cluster's other blocks send."""
+        if self.cluster > 1:
+            return self.cluster * -(-self.fragments // self.cluster) * 512
+        if self.silu_mul:
+            return 0
         return self.consumers * self.store_regions * self.block_m * 128
 
     @property
+    def warp_fragments(self) -> int:
+        """Fragments of 16 outputs x 8 rows that a warp's sums are."""
+        return self.row_mmas * self.block_m // 8
+
+    @property
+    def fragments(self) -> int:
+        return 4 * self.consumers * self.warp_fragments
+
+    @property
     def act_bytes(self) -> int:
-        return self.block_m * 128
+        return self.halves * self.block_m * 128
 
     @property
     def code_bytes(self) -> int:
-        return self.block_n * 32
+        return self.halves * self.block_n * 32
 
     @property
     def block_scale_bytes(self) -> int:
@@ -267,4 +291,5 @@ class MatmulConfig:
     @property
     def smem_bytes(self) -> int:
         """Barriers, activations, output tile, weights."""
-        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + self.store_bytes
+        store = -(-self.store_bytes // 1024) * 1024
+        return 1024 + self.stages * (self.act_bytes + self.slot_bytes) + store

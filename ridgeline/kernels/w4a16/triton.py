@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.kernels.w4a16 import layout
 from ridgeline.kernels.w4a16.config import TritonConfig, triton_config
 from ridgeline.kernels.w4a16.layout import (
     PackedW4,
@@ -103,6 +104,11 @@ def _w4a16_kernel(
 def prepare(weight, dtype: torch.dtype, *, silu_mul: bool = False) -> tuple[torch.Tensor, ...]:
     """The packed layout as tensors (layout.to_tensors); `weight` may be packed already."""
     return to_tensors(weight if isinstance(weight, PackedW4) else pack(weight))
+
+
+def restore_codes(prepared: Prepared) -> torch.Tensor:
+    """code_NK of the weight that was prepared."""
+    return layout.restore_codes(prepared.tensors, n=prepared.n, k=prepared.k)
 
 
 def forward(

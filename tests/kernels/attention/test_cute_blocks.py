@@ -5,8 +5,24 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ridgeline.kernels.attention.cute.blocks import UNBOUNDED, block_range
+from ridgeline.kernels.attention.cute.blocks import (
+    UNBOUNDED,
+    Integer,
+    Walk,
+    block_range,
+    query_range,
+    turn,
+)
+
+SHAPES = {
+    "seqlen_q": st.integers(1, 300),
+    "seqlen_k": st.integers(1, 300),
+    "left": st.none() | st.integers(0, 200),
+    "right": st.none() | st.integers(-40, 100),
+}
 
 
 def _sees(i: int, j: int, lengths: tuple[int, int], window: tuple[int | None, int | None]) -> bool:
@@ -50,3 +66,74 @@ def test_causal_visits_no_block_that_is_all_hidden() -> None:
         got = block_range(first_row, 16, 8, (64, 64), (None, 0))
         assert (got.begin, got.end) == (0, (first_row + 16) // 8)
         assert got.full_end == (first_row + 1) // 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(**SHAPES)
+def test_query_range_covers_exactly_what_the_keys_see(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None
+) -> None:
+    keys, block = 64, 32
+    shift = seqlen_k - seqlen_q
+    for first_key in range(0, seqlen_k, keys):
+        found = query_range(first_key, keys, block, (seqlen_q, seqlen_k), (left, right))
+        for query_block in range(-(-seqlen_q // block)):
+            rows = range(query_block * block, min(seqlen_q, (query_block + 1) * block))
+            seen = [
+                (left is None or key >= i + shift - left)
+                and (right is None or key <= i + shift + right)
+                for i in rows
+                for key in range(first_key, first_key + keys)
+            ]
+            exists = [key < seqlen_k for _ in rows for key in range(first_key, first_key + keys)]
+            visited = found.begin <= query_block < found.end
+            assert visited or not any(s and e for s, e in zip(seen, exists, strict=True))
+            if visited and found.full_begin <= query_block < found.full_end:
+                assert all(seen)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**SHAPES, together=st.booleans())
+def test_turns_are_a_permutation_and_nobody_waits_forever(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, together: bool
+) -> None:
+    """Every block of keys walks its queries and may add only in its turn; blocks start in order,
+    all at once (together) or one at a time as others end, the worst case."""
+    keys, block = 64, 32
+    shift = seqlen_k - seqlen_q
+    num_keys, num_queries = -(-seqlen_k // keys), -(-seqlen_q // block)
+    walk = Walk(num_keys, num_queries, shift, block, keys, together, Integer)
+    walks = []
+    for n in range(num_keys):
+        r = query_range(n * keys, keys, block, (seqlen_q, seqlen_k), (left, right))
+        order = list(range(r.begin, r.end))
+        if together and left is None and right is None:
+            first = n * r.end // num_keys
+            order = order[first:] + order[:first]
+        walks.append(order)
+    ranks = {m: [] for m in range(num_queries)}
+    for n, order in enumerate(walks):
+        for m in order:
+            ranks[m].append(turn(n, m, walk, (left, right)))
+    for m, found in ranks.items():
+        assert sorted(found) == list(range(len(found))), m
+    done = dict.fromkeys(ranks, 0)
+    running = list(range(num_keys)) if together else [0]
+    waiting = [] if together else list(range(1, num_keys))
+    position = [0] * num_keys
+    while running:
+        moved = False
+        for n in list(running):
+            while position[n] < len(walks[n]):
+                m = walks[n][position[n]]
+                if done[m] != turn(n, m, walk, (left, right)):
+                    break
+                done[m] += 1
+                position[n] += 1
+                moved = True
+            if position[n] == len(walks[n]):
+                running.remove(n)
+                moved = True
+                if waiting:
+                    running.append(waiting.pop(0))
+        assert moved, "every running block waits"

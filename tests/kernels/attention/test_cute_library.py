@@ -13,8 +13,9 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (pip install ridgeline[hoppe
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
 
 from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention import cute_sm90_config as cfg
-from ridgeline.kernels.attention.cute import library
+from ridgeline.kernels.attention.cute import cache, library
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 
@@ -67,14 +68,50 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
     assert re.search(r"\bUTMALDG\b", sass) and re.search(r"\bUTMASTG\b", sass)
 
 
+BACKWARD = {
+    "64-causal": _problem(64, causal=True, direction="bwd"),
+    "128": _problem(128, direction="bwd"),
+    "128-window-deterministic": _problem(
+        128, causal=True, window_left=128, deterministic=True, direction="bwd"
+    ),
+    "128-packed": _problem(128, causal=True, varlen=True, direction="bwd"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKWARD)
+def test_machine_code_of_the_backward(name: str, tmp_path: Path) -> None:
+    """As the forward's. Seven waits: two of the dQ warpgroup's halves, the first S, four a step."""
+    problem = BACKWARD[name]
+    traits, config = bwd.backward_traits(problem), bwd.backward_config(problem, KNOWN["sm90"])
+    library.trace(traits, config, tmp_path)
+    (cubin,) = tmp_path.glob("*.cubin")
+    assert set(re.findall(r"STACK:(\d+)", _dump(cubin, "-res-usage"))) == {"0"}
+    sass = _dump(cubin, "-sass")
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    dim, block_q = traits.head_dim, config.block_q
+    keys, serving = bwd.KEYS // 16 * config.num_warpgroups, config.dq_parts
+    scores, sums = dim // 16, block_q // 16
+    products = 3 * scores + 2 * sums + serving * keys
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= 7
+    assert len(re.findall(r"\bUSETMAXREG\b", sass)) == 2
+    vectors = block_q * dim // 128 // 4
+    assert len(re.findall(r"\bREDG?\.E\.ADD\.F32x4|\bREDG?\b.*\.128", sass)) == vectors
+    assert re.search(r"\bUTMALDG\b", sass) and re.search(r"\bUTMASTG\b", sass)
+
+
 def test_names_tell_kernels_apart() -> None:
     names = set()
     for problem in SHIPPED.values():
         traits, config = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
-        name = library.kernel_name(traits, config)
+        name = cache.kernel_name(traits, config)
         assert re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         names.add(name)
-    assert len(names) == len(SHIPPED)
+    for problem in BACKWARD.values():
+        key = bwd.backward_traits(problem), bwd.backward_config(problem, KNOWN["sm90"])
+        names.add(cache.kernel_name(*key))
+    assert len(names) == len(SHIPPED) + len(BACKWARD)
 
 
 def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +126,7 @@ def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     problem = SHIPPED["128"]
     arguments = cfg.forward_traits(problem), cfg.forward_config(problem, KNOWN["sm90"])
     first, second = library.compile_kernel(*arguments), library.compile_kernel(*arguments)
-    assert first == second == library.library_path(*arguments)
+    assert first == second == cache.kernel_path(*arguments)
     assert first.read_bytes() == b"library" and first.is_relative_to(tmp_path)
     assert len(built) == 1
     assert [p.suffix for p in sorted(first.parent.iterdir())] == [".lock", ".so"]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from ridgeline.core import registry
 from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention import impls  # noqa: F401  registers
+from ridgeline.kernels.attention.cute import cache
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 H200 = KNOWN["sm90"]
@@ -74,7 +78,6 @@ def test_invalid_tiles_say_why(change: dict, why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"direction": "bwd"}, "forward only"),
         ({"dropout": True}, "dropout"),
         ({"alibi": True}, "ALiBi"),
         ({"bias": True}, "bias"),
@@ -119,12 +122,25 @@ def _pretend_packages(monkeypatch: pytest.MonkeyPatch, present: tuple[str, ...])
 def test_hopper_takes_it_where_the_dsl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_packages(monkeypatch, ("cutlass", "tvm_ffi"))
     assert registry.select(BASE, H200).name == "cute_sm90"
-    assert registry.select(replace(BASE, direction="bwd"), H200).name != "cute_sm90"
+    assert registry.select(replace(BASE, direction="bwd"), H200).name == "cute_sm90"
     assert registry.select(BASE, KNOWN["sm80"]).name != "cute_sm90"
     assert registry.select(replace(BASE, dtype="float32"), H200).name != "cute_sm90"
 
 
-def test_without_the_dsl_it_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_without_the_dsl_it_needs_a_filled_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: Literal["fwd", "bwd"]
+) -> None:
     _pretend_packages(monkeypatch, ("tvm_ffi",))
-    refusals = registry.explain(BASE, H200).refusals
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    problem = replace(BASE, direction=direction)
+    refusals = registry.explain(problem, H200).refusals
     assert "needs the package cutlass" in (refusals["cute_sm90"] or "")
+    if direction == "fwd":
+        key = cfg.forward_traits(problem), cfg.forward_config(problem, H200)
+    else:
+        key = bwd.backward_traits(problem), bwd.backward_config(problem, H200)
+    folder = tmp_path / "cute" / f"attention-4.8.1-{cache.ARCHITECTURE}-{cache.digest()}"
+    folder.mkdir(parents=True)
+    (folder / f"{cache.kernel_name(*key)}.so").touch()
+    assert registry.explain(problem, H200).refusals["cute_sm90"] is None

@@ -54,6 +54,7 @@ def test_against_a_softmax_written_out():
     out = flex_attn_func(q, k, v, score, lambda b, h, i, j: i - j >= -2)
     want = by_hand(q, k, v, score, at[:, None] - at >= -2)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    assert isinstance(out, torch.Tensor)
     dout = torch.randn_like(out)
     got, wanted = (torch.autograd.grad(o, (q, k, v), dout) for o in (out, want))
     for one, other in zip(got, wanted, strict=True):

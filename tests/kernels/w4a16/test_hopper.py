@@ -52,19 +52,47 @@ def test_decode_launches_fit(group, scale):
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-def test_matmul_launches_fit_and_cover(group):
+@pytest.mark.parametrize(("kind", "scale"), [("bf16", "bf16"), ("f16", "f32")])
+def test_matmul_launches_fit_and_cover(group, kind, scale):
     for n, k in itertools.product((32, 1056, 28672), (256, 4096, 14336)):
-        for m in (17, 32, 33, 64, 100, 128, 1000, 16384):
-            launch = configs.matmul_launch(traits(group, False, scale="f32"), m, n, k, SMS)
+        for m in (9, 17, 32, 33, 64, 100, 128, 1000, 16384):
+            launch = configs.matmul_launch(traits(group, kind == "bf16", kind, scale), m, n, k, SMS)
             config = launch.config
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
             rest = tiles - launch.waves * launch.blocks
-            assert config.smem_bytes <= SMEM_BYTES and config.stages % 2 == 0
-            assert 1 <= launch.blocks <= SMS and rest >= 0
+            assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm and config.stages > 1
+            assert 1 <= launch.blocks <= SMS * config.blocks_per_sm and rest >= 0
             # every block has a share of the rest, or none is needed
             assert rest == 0 or rest * (k // 128) >= launch.blocks
             assert rest * (k // 128) * launch.blocks < 2**31
-            assert (launch.workspace_floats > 0) == (rest > 0)
+            in_memory = rest > 0 and config.cluster == 1
+            assert (launch.workspace_floats > 0) == in_memory
+            if config.cluster > 1:
+                assert launch.blocks == tiles * config.cluster and launch.waves == 0
+
+
+def test_measured_choices():
+    """The plan of a layer that another would cost most on (docs/log/w4a16.md)."""
+    kind = traits(128, scale="bf16")
+    found = configs.matmul_launch(kind, 32, 4096, 4096, SMS)
+    assert (found.config.block_m, found.config.cluster, found.blocks) == (32, 4, 128)
+    found = configs.matmul_launch(kind, 128, 8192, 28672, SMS)
+    assert (found.config.block_m, found.config.cluster, found.blocks) == (128, 2, 128)
+    found = configs.matmul_launch(kind, 16, 28672, 8192, SMS)
+    assert (found.config.block_n, found.waves, found.blocks) == (256, 1, 112)
+    assert configs.uses_decode(16, 4096, 4096) and not configs.uses_decode(16, 28672, 8192)
+    assert configs.uses_decode(8, 28672, 8192) and not configs.uses_decode(17, 4096, 4096)
+
+
+def test_scales_beyond_the_range_are_refused():
+    pytest.importorskip("tvm_ffi")
+    from ridgeline.kernels.w4a16 import cute_sm90
+
+    weight = make(32, 256, 64, asymmetric=False, act_order=False, dtype=torch.bfloat16)
+    weight.scale_NR[3, 1] = 2.0**40
+    with pytest.raises(NotImplementedError, match=r"scale_NR must lie between .*impl='triton'"):
+        cute_sm90.prepare(weight, torch.bfloat16)
+    cute_sm90.prepare(weight, torch.float16)
 
 
 def test_invariant_launch_ignores_rows():
@@ -104,7 +132,7 @@ def on_gpu(dtype, scale, group, asymmetric, act_order, n, k, silu_mul=False):
     weight = type(weight)(
         **{name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in moved.items()}
     )
-    tensors = cute_sm90.prepare(weight, getattr(torch, dtype))
+    tensors = cute_sm90.prepare(weight, getattr(torch, dtype), silu_mul=silu_mul)
     prepared = Prepared(
         impl="cute_sm90",
         n=n,
@@ -141,7 +169,7 @@ gpu = [
 class TestOnHopper:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("m", [1, 7, 8, 13, 16, 17, 33, 100, 257])
+    @pytest.mark.parametrize("m", [1, 8, 13, 17, 33, 100, 257])
     @pytest.mark.parametrize(("n", "k"), [(64, 256), (1000, 2056), (1544, 4096)])
     def test_values_and_repeats(self, kind, m, n, k):
         weight, prepared, forward = on_gpu(*kind, n, k)
@@ -161,30 +189,6 @@ class TestOnHopper:
         hot[torch.arange(m), picked] = 1
         want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
         assert torch.equal(forward(hot, prepared, None), want)
-
-    @pytest.mark.parametrize("lean", [False, True])
-    @pytest.mark.parametrize("m", [1, 8, 11, 16])
-    def test_both_ways_of_copying(self, kind, m, lean):
-        from ridgeline.kernels.w4a16 import cute_sm90
-        from ridgeline.kernels.w4a16.layout import from_tensors, gather_inputs
-
-        n, k = 1000, 2056
-        weight, prepared, _ = on_gpu(*kind, n, k)
-        packed = from_tensors(prepared.tensors, n=n, k=k)
-        kinds = configs.traits_of(packed, prepared.dtype)
-        launch = configs.decode_launch(kinds, m, packed.n_padded, packed.k_padded, SMS, False, lean)
-        act = torch.randn(m, k, device="cuda").to(prepared.dtype)
-        hot = torch.zeros_like(act)
-        picked = torch.randint(0, k, (m,), device="cuda")
-        hot[torch.arange(m), picked] = 1
-        outs = []
-        for inputs in (act, hot):
-            out = torch.full((m, n), float("nan"), device="cuda", dtype=act.dtype)
-            slots = cute_sm90.aligned_rows(gather_inputs(inputs, packed))
-            cute_sm90.decode(slots, packed, None, out, prepared.tensors[5], launch=launch)
-            outs.append(out)
-        check(outs[0], act, weight, None, prepared.dtype)
-        assert torch.equal(outs[1], weight.dequantize(prepared.dtype)[:, picked].T)
 
     def test_batch_invariant(self, kind):
         _, prepared, forward = on_gpu(*kind, 512, 2048)
@@ -209,10 +213,19 @@ class TestOnHopper:
         graph.replay()
         assert torch.equal(captured, eager)
 
-    def test_silu_mul(self, kind):
+    @pytest.mark.parametrize("m", [3, 40])
+    def test_silu_mul_is_rounded_once(self, kind, m):
         weight, prepared, forward = on_gpu(*kind, 256, 512, silu_mul=True)
-        act = torch.randn(3, 512, device="cuda").to(prepared.dtype) / 16
-        gate, up = (act.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
+        act = torch.randn(m, 512, device="cuda").to(prepared.dtype) / 16
+        bias = torch.randn(256, device="cuda").to(prepared.dtype)
+        both = act.double() @ weight.dequantize(torch.float64).T + bias.double()
+        gate, up = both.chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
-        out = forward(act, prepared, None)
-        assert (out.double() - want).abs().max() <= 2e-2 * want.abs().max() + 1e-4
+        out = forward(act, prepared, bias)
+        if m <= 8:
+            # exact weights: the bits of the exact result but where it lies next to a tie; another
+            # rounding before the product would change every fourth
+            assert (out != want.to(out.dtype)).double().mean() < 0.02
+        unit = 2.0 ** (-8 if prepared.dtype == torch.bfloat16 else -11)
+        limit = 1.02 * unit * want.abs() + 2 * unit * want.abs().max()
+        assert ((out.double() - want).abs() <= limit).all()

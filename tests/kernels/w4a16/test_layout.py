@@ -142,3 +142,18 @@ def test_refusals_name_the_argument():
     )
     with pytest.raises(NotImplementedError, match="w4a16: bits must be 4, got 8"):
         layout.pack(eight)
+
+
+@pytest.mark.parametrize("n", [32, 24, 2])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_interleaved_rows_are_gates_and_their_ups(n, asymmetric):
+    weight = make(n, 256, 64, asymmetric=asymmetric, act_order=False, dtype=torch.bfloat16)
+    got = layout.interleave(weight).dequantize(torch.float32)
+    want = weight.dequantize(torch.float32)
+    half = n // 2
+    assert got.shape[0] == 2 * (half + -half % 8)
+    for row in range(got.shape[0]):
+        at = row // 16 * 8 + row % 8
+        source = at + half * (row // 8 % 2)
+        expected = want[source] if at < half else torch.zeros(256)
+        assert torch.equal(got[row], expected)

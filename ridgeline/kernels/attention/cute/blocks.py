@@ -18,7 +18,8 @@ UNBOUNDED = 1 << 29
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of one tile of queries; a tile that sees no key gets one block, all masked."""
+    """Blocks that a tile visits. Of keys, for a tile of queries: at least one, all masked if it
+    sees no key. `query_range` gives blocks of queries for a tile of keys."""
 
     begin: Any
     full_begin: Any
@@ -37,6 +38,23 @@ class BlockRange:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """What the order of additions to dQ depends on, beside the window."""
+
+    num_key_blocks: Any
+    """Of the sequence."""
+    num_query_blocks: Any
+    shift: Any
+    """T - S."""
+    block_q: int
+    block_k: int
+    together: Any
+    """Whether all blocks of keys of a head run at once."""
+    integer: Any
+    """min, max and select of the integers above."""
+
+
+@dataclass(frozen=True)
 class Integer:
     """min, max and floor division, for Python's integers; the device passes its own."""
 
@@ -47,6 +65,10 @@ class Integer:
     @staticmethod
     def maximum(a: Any, b: Any) -> Any:
         return max(a, b)
+
+    @staticmethod
+    def choose(condition: Any, a: Any, b: Any) -> Any:
+        return a if condition else b
 
 
 def block_range(
@@ -80,4 +102,68 @@ def block_range(
     end = integer.maximum(end, begin + 1)
     full_end = integer.maximum(integer.minimum(full_end, end - 1), begin)
     full_begin = integer.minimum(integer.maximum(full_begin, begin), full_end)
+    return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+
+
+def turn(
+    key_block: Any, query_block: Any, walk: Walk, window: tuple[Any | None, Any | None]
+) -> Any:
+    """How many blocks of keys add to a block of queries before this one, in deterministic order.
+
+    together: all blocks of a head run at once. Each adds as soon as its walk comes by: blocks start
+    apart (at the diagonal, or spread over the queries where there is none), so those with more keys
+    behind them come first and nobody waits for long. Else blocks start in the order of their
+    numbers, and only smaller ones may be waited for.
+    """
+    left, right = window
+    rows, shift, keys = walk.block_q, walk.shift, walk.block_k
+    first = 0
+    if left is not None:
+        # A block's last query is its last key - shift + left.
+        first = walk.integer.maximum(query_block * rows + shift - left, 0) // keys
+    if right is not None:
+        last_query = (query_block + 1) * rows - 1 + shift + right
+        last = walk.integer.minimum(walk.num_key_blocks - 1, last_query // keys)
+        together = last - key_block
+    elif left is not None:
+        together = walk.num_key_blocks - 1 - key_block
+    else:
+        # Block n starts at query block n * num_query_blocks // num_key_blocks.
+        reached = (query_block + 1) * walk.num_key_blocks + walk.num_query_blocks - 1
+        started = reached // walk.num_query_blocks
+        together = started - 1 - key_block
+        wrapped = together + walk.num_key_blocks
+        together = walk.integer.choose(together < 0, wrapped, together)
+    return walk.integer.choose(walk.together, together, key_block - first)
+
+
+def query_range(
+    first_key: Any,
+    keys: int,
+    block: int,
+    lengths: tuple[Any, Any],
+    window: tuple[Any | None, Any | None],
+    integer: Any = Integer,
+) -> BlockRange:
+    """Blocks of `block` queries that see any of `keys` keys from `first_key`: the backward's walk.
+
+    Key j is seen by the queries j - shift - right <= i <= j - shift + left, 0 <= i < S. Blocks
+    [full_begin, full_end) need no mask for the diagonal or the window; unlike a forward tile's,
+    both ranges may be empty, and this one may reach beyond the other.
+    """
+    seqlen_q, seqlen_k = lengths
+    left, right = window
+    shift = seqlen_k - seqlen_q
+    last_key = first_key + keys - 1
+    begin, full_begin = 0, 0
+    if right is not None:
+        begin = integer.maximum(first_key - shift - right, 0) // block
+        full_begin = (integer.maximum(last_key - shift - right, 0) + block - 1) // block
+    end_query, full_end_query = seqlen_q, seqlen_q + block - 1
+    if left is not None:
+        end_query = integer.minimum(seqlen_q, last_key - shift + left + 1)
+        full_end_query = integer.minimum(full_end_query, first_key - shift + left + 1)
+    end = (integer.maximum(end_query, 0) + block - 1) // block
+    end = integer.maximum(end, begin)
+    full_end = integer.maximum(full_end_query, 0) // block
     return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)

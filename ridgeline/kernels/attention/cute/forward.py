@@ -63,10 +63,11 @@ QUEUE_STAGES = 2
 
 
 class DeviceInteger:
-    """min and max of device integers, for `block_range`."""
+    """min, max and select of device integers, for blocks.py."""
 
     minimum = staticmethod(cutlass.min)
     maximum = staticmethod(cutlass.max)
+    choose = staticmethod(cutlass.select_)
 
 
 @dataclass(frozen=True)
@@ -170,18 +171,18 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
         by_column = (2, 0, 1) if packed else (3, 1, 2, 0)
-        plain_o = _modes(o, by_token)
+        plain_o = modes(o, by_token)
         tma_q, mQ = cpasync.make_tiled_tma_atom(
-            load, _modes(q, by_token), _one(layout_q), (ROWS, dims.head_dim)
+            load, modes(q, by_token), one_stage(layout_q), (ROWS, dims.head_dim)
         )
         tma_k, mK = cpasync.make_tiled_tma_atom(
-            load, _modes(k, by_token), _one(layout_k), (cfg.block_k, dims.head_dim)
+            load, modes(k, by_token), one_stage(layout_k), (cfg.block_k, dims.head_dim)
         )
         tma_v, mV = cpasync.make_tiled_tma_atom(
-            load, _modes(v, by_column), _one(layout_v), (dims.head_dim_v, cfg.block_k)
+            load, modes(v, by_column), one_stage(layout_v), (dims.head_dim_v, cfg.block_k)
         )
         tma_o, mO = cpasync.make_tiled_tma_atom(
-            store, plain_o, _one(layout_o), (ROWS, dims.head_dim_v)
+            store, plain_o, one_stage(layout_o), (ROWS, dims.head_dim_v)
         )
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         tensors = Globals(
@@ -190,7 +191,7 @@ class Forward:
             mV=mV,
             mO=mO,
             mO_plain=plain_o,
-            mLSE=_modes(lse, (1, 0) if packed else (2, 1, 0)),
+            mLSE=modes(lse, (1, 0) if packed else (2, 1, 0)),
             mSinks=sinks,
             counter=counter,
             lengths=Lengths(mQ.shape[0], mK.shape[0], cu_seqlens_q, cu_seqlens_k, seqused_k),
@@ -547,7 +548,7 @@ class Forward:
             )
             tile = (ROWS, self.traits.head_dim_v)
             gO = cute.local_tile(mO, tile, (work.block * self.wgs + c.wg, 0))
-            tO, tgO = _tma_pair(tensors.tma_o, sO, gO)
+            tO, tgO = tma_pair(tensors.tma_o, sO, gO)
             cute.copy(tensors.tma_o, tO, tgO)
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.config.output_reuses_q):
@@ -560,7 +561,7 @@ class Forward:
     def _output_tile(self, shared: Shared, wg: Int32) -> cute.Tensor:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
-            layout = _one(self._row_layout(ROWS, self.traits.head_dim_v, 1))
+            layout = one_stage(self._row_layout(ROWS, self.traits.head_dim_v, 1))
             return cute.make_tensor(shared.sQ[None, None, wg].iterator, layout.outer)
         return shared.sO[None, None, wg]
 
@@ -608,12 +609,12 @@ class Forward:
                 tensors.mO_plain[row, column, head] = self.dtype(0.0)
 
 
-def _modes(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
+def modes(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
     """The tensor with its modes in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
 
 
-def _one(layout: Any):
+def one_stage(layout: Any):
     """The layout of one stage."""
     return cute.slice_(layout, (None, None, 0))
 
@@ -625,7 +626,7 @@ def _first_row(work: Work, warpgroups: int, wg: Int32) -> Int32:
     return (work.block * warpgroups + wg) * ROWS + in_group
 
 
-def _tma_pair(atom: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor):
+def tma_pair(atom: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor):
     """Both sides of a copy as TMA sees them: one mode a tile, then the rest."""
     return cpasync.tma_partition(
         atom,
@@ -644,5 +645,5 @@ def _load(
     ring.wait_empty(position)
     with cute.arch.elect_one():
         ring.expect(position, num_bytes)
-    in_shared, in_global = _tma_pair(atom, target, source)
+    in_shared, in_global = tma_pair(atom, target, source)
     cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(position))

@@ -59,3 +59,35 @@ class Mask:
                     if cutlass.const_expr(self.left is not None):
                         hidden = hidden | (begin > column)
                     scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])
+
+
+@dataclass(frozen=True)
+class TransposedMask:
+    """The same limits for S^T [64 keys, M queries]: a thread's rows are keys."""
+
+    key: Int32
+    """The thread's first key; its second is 8 further down."""
+    lane_column: Int32
+    """2 * (lane % 4)."""
+    shift: Int32
+    """T - S."""
+    left: Any
+    right: Any
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, block_start: Int32):
+        """Set hidden scores to -inf. scores: flat accumulator of one thread."""
+        first_column = block_start + self.lane_column
+        for r in cutlass.range_constexpr(2):
+            key = self.key + 8 * r
+            diagonal = key - self.shift - first_column
+            begin = Int32(0)
+            if cutlass.const_expr(self.right is not None):
+                begin = diagonal - self.right
+            for e in cutlass.range_constexpr(cute.size(scores)):
+                if cutlass.const_expr(accumulator_row(e) == r):
+                    column = accumulator_column(e)
+                    hidden = begin > column
+                    if cutlass.const_expr(self.left is not None):
+                        hidden = hidden | (diagonal + self.left < column)
+                    scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])

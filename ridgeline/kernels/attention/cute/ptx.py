@@ -85,3 +85,99 @@ def pack(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32:
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
+
+
+@dsl_user_op
+def unpack(pair: Int32, dtype, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """The two 16-bit values of a register as fp32, the low half first."""
+    value = Int32(pair).ir_value(loc=loc, ip=ip)
+    code = (
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        if dtype is BFloat16
+        else "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }"
+    )
+    both = llvm.inline_asm(
+        llvm.StructType.get_literal([T.f32(), T.f32()]),
+        [value],
+        code,
+        "=f,=f,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    halves = (llvm.extractvalue(T.f32(), both, [i], loc=loc, ip=ip) for i in range(2))
+    low, high = (Float32(half) for half in halves)
+    return low, high
+
+
+@dsl_user_op
+def add_to_global(pointer, a, b, c, d, *, loc=None, ip=None) -> None:
+    """Four fp32 added atomically to 16 aligned bytes of global memory; nothing comes back."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
+    llvm.inline_asm(
+        None,
+        [address, *values],
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def load_acquire(pointer, *, loc=None, ip=None) -> Int32:
+    """A word of global memory; what its writer released is seen after it."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+            "ld.acquire.gpu.global.b32 $0, [$1];",
+            "=r,l",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def bulk_load(target, source, num_bytes, barrier, *, loc=None, ip=None) -> None:
+    """A run of bytes (16-byte aligned, a multiple of 16) from global to shared memory by the copy
+    engine; one thread issues it, the mbarrier counts the bytes."""
+    operands = [
+        target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Int32(num_bytes).ir_value(loc=loc, ip=ip),
+        barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+    ]
+    llvm.inline_asm(
+        None,
+        operands,
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def bulk_add(target, source, num_bytes, *, loc=None, ip=None) -> None:
+    """A run of fp32 in shared memory added to global memory by the copy engine; one thread issues
+    it, and its bulk group counts it."""
+    operands = [
+        target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Int32(num_bytes).ir_value(loc=loc, ip=ip),
+    ]
+    llvm.inline_asm(
+        None,
+        operands,
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        "l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

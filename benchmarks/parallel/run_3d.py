@@ -1,0 +1,562 @@
+"""Layouts of N GPUs of one host in one run: parity in bf16, speed, checkpoints across layouts.
+
+    torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py
+    torchrun --nproc-per-node 8 benchmarks/parallel/run_3d.py --parts parity speed
+    torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --device cpu --tiny --out /tmp/rows
+
+parity      a small model, AdamW, every layout on the same global batches; losses against data
+            parallel, next to a control: data parallel with the batch in another order, which
+            differs in nothing but the order of sums
+speed       one row a layout: seconds of a step (median of several), MFU under both countings over
+            989 TFLOP/s, peak memory, and where the step's time goes (profiled apart)
+checkpoint  saved under the first layout, read under each other one, compared bit by bit
+
+Rows go to <out>/<gpu>x<N>/train.jsonl. Layouts that would not fit are named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import hashlib
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ridgeline.core import env, progress
+from ridgeline.nn.config import DecoderConfig
+from ridgeline.parallel import mesh, storage
+from ridgeline.parallel.layout import Layout, check_layout
+from ridgeline.parallel.mesh import World, build_world
+from ridgeline.parallel.model import ModelOptions, ParallelModel
+from ridgeline.parallel.verify import RandomBatch, random_batch, workload
+from ridgeline.train.checkpoint import run_state
+from ridgeline.train.config import LogConfig, OptimConfig
+from ridgeline.train.optim import PartOptimizer
+from ridgeline.train.presets import PRESETS
+from ridgeline.train.profile import StepProfiler
+from ridgeline.train.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+PEAK_TFLOPS = 989.0
+"""The datasheet's dense bf16 rate of an H100 or H200, which published MFU figures divide by."""
+SMALL = DecoderConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_seqlen=8192,
+    tie_embeddings=True,
+)
+TINY = replace(
+    SMALL,
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+LLAMA_32B = replace(
+    PRESETS["llama-8b"],
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_layers=64,
+    num_heads=40,
+    num_kv_heads=8,
+)
+"""The shape of a published 32B (Qwen2.5), with Llama 3's vocabulary."""
+
+
+def parity_layouts(ranks: int) -> list[Layout]:
+    """Every kind of layout of so many ranks, the reference (data parallel) first."""
+    half = ranks // 2
+    found = [Layout(dp_shard=ranks), Layout(tp=ranks, sequence_parallel=True), Layout(cp=ranks)]
+    found += (
+        [
+            Layout(dp_shard=half, tp=2, sequence_parallel=True),
+            Layout(dp_shard=half, pp=2, num_microbatches=4),
+            Layout(tp=half, pp=2, num_microbatches=4, sequence_parallel=half > 1),
+        ]
+        if half > 1
+        else [Layout(pp=2, num_microbatches=4)]
+    )
+    if ranks >= 4:
+        found.append(Layout(dp_replicate=2, dp_shard=half))
+    if ranks >= 8:
+        found.append(
+            Layout(dp_shard=ranks // 4, tp=2, pp=2, num_microbatches=4, sequence_parallel=True)
+        )
+    return found
+
+
+def speed_layouts(ranks: int, cuda: bool) -> list[Layout]:
+    """What is timed: the same kinds, with what each needs to run well."""
+    more: dict[str, Any] = {"activation_checkpointing": "full", "compile_blocks": cuda}
+    many = 16 if cuda else 4
+    half = ranks // 2
+    if ranks == 1:
+        return [Layout(num_microbatches=1, **more)]
+    found = [
+        Layout(dp_shard=ranks, num_microbatches=2, **more),
+        Layout(tp=ranks, sequence_parallel=True, num_microbatches=2, **more),
+    ]
+    if half == 1:
+        return [*found, Layout(pp=2, num_microbatches=many, **more)]
+    found += [
+        Layout(dp_shard=half, tp=2, sequence_parallel=True, num_microbatches=2, **more),
+        Layout(dp_shard=half, pp=2, num_microbatches=many, **more),
+        Layout(tp=half, pp=2, sequence_parallel=True, num_microbatches=many, **more),
+    ]
+    if ranks >= 8:
+        found.append(
+            Layout(
+                dp_shard=ranks // 4,
+                tp=2,
+                pp=2,
+                sequence_parallel=True,
+                num_microbatches=many,
+                **more,
+            )
+        )
+    return found
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
+    parts = ("parity", "speed", "checkpoint")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--only", nargs="+", default=(), help="layouts by their printed name")
+    parser.add_argument("--model", choices=sorted(PRESETS), default="llama-8b")
+    parser.add_argument("--seqlen", type=int, default=8192)
+    parser.add_argument("--large", action="store_true", help="also a 32B shape at 4,096 tokens")
+    parser.add_argument("--checkpointing", choices=("none", "selective", "full"))
+    parser.add_argument(
+        "--state",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of masters and AdamW's moments",
+    )
+    parser.add_argument("--steps", type=int, default=6, help="timed steps a layout")
+    parser.add_argument("--budget-gib", type=float, default=128.0, help="memory of a GPU")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args(argv)
+
+
+class Run:
+    """What all parts share."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.ranks = dist.get_world_size()
+        self.cuda = device.type == "cuda"
+        self.talk = dist.new_group(backend="gloo")
+        self.first = dist.get_rank() == 0
+        self.failures: list[str] = []
+        self.common = self._common()
+
+    def _common(self) -> dict[str, Any]:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        )
+        name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
+        short = next((part for part in name.lower().split() if part[:1] in "hab"), "cpu")
+        return {
+            "op": "train",
+            "impl": "ridgeline",
+            "run": uuid.uuid4().hex[:12],
+            "gpu": f"{short}x{self.ranks}",
+            "dtype": "bfloat16",
+            "commit": commit.stdout.strip() or "unknown",
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "date": datetime.date.today().isoformat(),
+        }
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row and say it."""
+        if not self.first:
+            return
+        folder = self.args.out / self.common["gpu"]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({**self.common, **row}) + "\n")
+
+    def say(self, text: str) -> None:
+        """Rank 0 speaks."""
+        if self.first:
+            progress.say(text)
+
+    def wanted(self, layout: Layout) -> bool:
+        """Whether --only names it or names nothing."""
+        return not self.args.only or layout.describe() in self.args.only
+
+    def wait(self) -> None:
+        """Until the device has done all of it."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def free(self, world: World) -> None:
+        """Give back a layout's memory and groups."""
+        world.close()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def options(layout: Layout, seqlen: int, samples: int, master: str = "float32") -> ModelOptions:
+    """What a layout's model is built for."""
+    return ModelOptions(
+        seqlen=seqlen,
+        micro_batch_samples=samples,
+        num_microbatches=layout.num_microbatches or 1,
+        compute_dtype=torch.bfloat16,
+        master_dtype=getattr(torch, master),
+    )
+
+
+# ---- parity ------------------------------------------------------------------------------------
+
+
+def losses_of(run: Run, layout: Layout, shape: DecoderConfig, reverse: bool = False) -> list[float]:
+    """Losses of a few AdamW steps on the same batches."""
+    seqlen, batch, steps = (32, 2 * run.ranks, 3) if run.args.tiny else (1024, 4 * run.ranks, 20)
+    batch = max(batch, layout.dp * (layout.num_microbatches or 1))
+    samples = batch // (layout.dp * (layout.num_microbatches or 1))
+    check_layout(
+        layout, workload(shape, seqlen, layout.num_microbatches or 1), world_size=run.ranks
+    )
+    world = build_world(layout, run.device)
+    model = ParallelModel(shape, world, options(layout, seqlen, samples))
+    model.init_weights(0)
+    optimizer = PartOptimizer(model.parameters_here().items(), OptimConfig())
+    losses: list[float] = []
+    for step in range(steps):
+        indices = list(range(step * batch, (step + 1) * batch))
+        whole = random_batch(indices, seqlen, shape.vocab_size, 0)
+        indices = indices[::-1] if reverse else indices
+        own = [
+            random_batch(some, seqlen, shape.vocab_size, 0).to(run.device)
+            for some in model.micro_batches(indices)
+        ]
+        losses.append(model.forward_backward(own, whole.num_valid).item())
+        model.clip(1.0)
+        optimizer.step(1e-3)
+        model.zero_grad()
+    run.free(world)
+    return losses
+
+
+def farthest(a: list[float], b: list[float]) -> float:
+    """Largest relative difference of two series."""
+    return max(abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True))
+
+
+def parity(run: Run) -> None:
+    """Every layout's losses against data parallel's, and the control."""
+    shape = TINY if run.args.tiny else SMALL
+    layouts = parity_layouts(run.ranks)
+    reference = losses_of(run, layouts[0], shape)
+    control = farthest(losses_of(run, layouts[0], shape, reverse=True), reference)
+    run.say(f"parity: control (batch in another order) {control:.1e} relative")
+    for layout in layouts[1:]:
+        if not run.wanted(layout):
+            continue
+        losses = losses_of(run, layout, shape)
+        error = farthest(losses, reference)
+        ok = error <= 3 * control + 1e-3
+        run.say(f"parity: {layout.describe():32} {error:.1e} {'ok' if ok else 'TOO FAR'}")
+        if not ok:
+            run.failures.append(layout.describe())
+        run.write(
+            {
+                "model": "parity",
+                "layout": asdict(layout),
+                "parity": {"error": error, "control": control, "steps": len(losses), "ok": ok},
+            }
+        )
+
+
+# ---- speed -------------------------------------------------------------------------------------
+
+
+def whole_batch(samples: int, seqlen: int, vocab_size: int, seed: int) -> RandomBatch:
+    """Samples that are one document each, as pre-training at full length has them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (samples * seqlen + 1,), generator=generator)
+    return RandomBatch(
+        token_ids_P=ids[:-1],
+        targets_P=ids[1:].clone(),
+        position_ids_P=torch.arange(seqlen).repeat(samples),
+        cu_seqlens=torch.arange(0, samples * seqlen + 1, seqlen, dtype=torch.int32),
+        max_seqlen=seqlen,
+        seqlens=(seqlen,) * samples,
+        num_valid=samples * seqlen,
+    )
+
+
+def predicted_gib(layout: Layout, shape: DecoderConfig, seqlen: int, state: str) -> float:
+    """Memory of a rank's state and kept activations, roughly, GiB."""
+    here = shape.num_params() / (layout.tp * layout.pp)
+    shards = layout.dp_shard * layout.cp
+    wide = 4 if state == "float32" else 2
+    held = here / shards * (3 * wide + wide)  # master, two moments, gradient
+    if layout.zero == 3 and layout.pp == 1:
+        held += 3 * here / shape.num_layers * 6  # a few blocks' parameters and gradients
+    else:
+        held += here * (2 + (0 if layout.reduces_each_micro_batch else 4))
+    tokens = seqlen / layout.cp / (layout.tp if layout.sequence_parallel else 1)
+    layers = shape.num_layers / layout.pp
+    alive = min(layout.pp, layout.num_microbatches or 1)
+    kept = {
+        "full": 2,
+        "selective": 16,
+        "none": 34 + 8 * shape.intermediate_size / shape.hidden_size,
+    }
+    held += tokens * shape.hidden_size * layers * alive * kept[layout.activation_checkpointing]
+    return (held + 6 * 2**30) / 2**30
+
+
+def time_layout(
+    run: Run, layout: Layout, shape: DecoderConfig, seqlen: int, model_name: str
+) -> None:
+    """One row: time a layout's steps, then profile one."""
+    num_microbatches = layout.num_microbatches or 1
+    check_layout(layout, workload(shape, seqlen, num_microbatches), world_size=run.ranks)
+    need = predicted_gib(layout, shape, seqlen, run.args.state)
+    if run.cuda and need > run.args.budget_gib:
+        run.say(f"speed: {layout.describe()} would need about {need:.0f} GiB: left out")
+        return
+    world = build_world(layout, run.device)
+    model = ParallelModel(shape, world, options(layout, seqlen, 1, run.args.state))
+    model.init_weights(0)
+    optimizer = make_optimizer(model, run.args.state)
+    batches = [
+        whole_batch(1, seqlen, shape.vocab_size, 97 * world.dp_rank + m).to(run.device)
+        for m in range(num_microbatches)
+    ]
+    num_valid = seqlen * num_microbatches * layout.dp
+
+    def step() -> float:
+        return timed_step(run, model, optimizer, batches, num_valid)
+
+    for _ in range(1 if run.args.tiny else 3):
+        step()
+    seconds = [step() for _ in range(run.args.steps)]
+    profiler = StepProfiler(
+        LogConfig(), Path("."), Ranks(rank=dist.get_rank(), size=run.ranks, talk=run.talk)
+    )
+    with profiler.profiled(-1, run.device):
+        profiled = step()
+    profiler.finish(profiled, 0.0)
+    row = speed_row(run, layout, shape, seqlen, seconds)
+    row |= {"model": model_name, "step_ms": profiler.take()}
+    run.write(row)
+    run.say(
+        f"speed: {model_name} {layout.describe():34} "
+        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"MFU {100 * row['mfu_noncausal']:.1f}% non-causal {100 * row['mfu_causal']:.1f}% causal, "
+        f"{row['peak_memory_gib']:.1f} GiB"
+    )
+    run.free(world)
+
+
+def timed_step(
+    run: Run, model: ParallelModel, optimizer: Any, batches: list[RandomBatch], num_valid: int
+) -> float:
+    """Seconds of a whole step, all ranks starting together."""
+    run.wait()
+    dist.barrier()
+    start = time.perf_counter()
+    model.forward_backward(batches, num_valid)
+    model.clip(1.0)
+    optimizer.step(1e-5)
+    model.zero_grad()
+    run.wait()
+    return time.perf_counter() - start
+
+
+def make_optimizer(model: ParallelModel, state: str) -> Any:
+    """AdamW with fp32 moments over fp32 masters, or all of it in bf16."""
+    if state == "float32":
+        return PartOptimizer(model.parameters_here().items(), OptimConfig())
+
+    class Low:
+        def __init__(self) -> None:
+            self._adamw = torch.optim.AdamW(list(model.parameters_here().values()), fused=True)
+
+        def step(self, lr: float) -> None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+
+    return Low()
+
+
+def speed_row(
+    run: Run, layout: Layout, shape: DecoderConfig, seqlen: int, seconds: list[float]
+) -> dict[str, Any]:
+    """The numbers of a timed layout; the slowest rank's memory."""
+    tokens = seqlen * (layout.num_microbatches or 1) * layout.dp
+    median = statistics.median(seconds)
+    rate = tokens / median / run.ranks
+    flops = {
+        causal: shape.flops_per_token(seqlen, causal=causal) * rate / (PEAK_TFLOPS * 1e12)
+        for causal in (True, False)
+    }
+    peak = torch.cuda.max_memory_allocated(run.device) if run.cuda else 0
+    largest = torch.tensor(peak / 2**30)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=run.talk)
+    ordered = sorted(seconds)
+    return {
+        "layout": asdict(layout),
+        "state": run.args.state,
+        "seqlen": seqlen,
+        "micro_batch": 1,
+        "tokens_per_s_per_gpu": rate,
+        "mfu_noncausal": flops[False],
+        "mfu_causal": flops[True],
+        "peak_memory_gib": largest.item(),
+        "median_us": median * 1e6,
+        "p20_us": ordered[len(ordered) // 5] * 1e6,
+        "p80_us": ordered[-1 - len(ordered) // 5] * 1e6,
+        "percent_of_ceiling": 100 * flops[False],
+        "ceiling": f"{PEAK_TFLOPS:g} TFLOP/s (datasheet)",
+    }
+
+
+def speed(run: Run) -> None:
+    """All layouts of the model, then two of a 32B shape."""
+    args = run.args
+    shape, seqlen = (TINY, 64) if args.tiny else (PRESETS[args.model], args.seqlen)
+    layouts = speed_layouts(run.ranks, run.cuda)
+    if args.checkpointing:
+        layouts = [replace(x, activation_checkpointing=args.checkpointing) for x in layouts]
+    for layout in layouts:
+        if run.wanted(layout):
+            time_layout(run, layout, shape, seqlen, "tiny" if args.tiny else args.model)
+    if args.large:
+        large, seqlen = (TINY, 32) if args.tiny else (LLAMA_32B, 4096)
+        for layout in layouts[:1] + layouts[-1:]:
+            time_layout(run, layout, large, seqlen, "tiny-32b" if args.tiny else "32b")
+
+
+# ---- checkpoint --------------------------------------------------------------------------------
+
+
+def digests(model: ParallelModel) -> list[str]:
+    """SHA-256 of every whole parameter."""
+    return [
+        hashlib.sha256(model.full(name).numpy().tobytes()).hexdigest() for name in model.all_names
+    ]
+
+
+def pieces_of(model: ParallelModel) -> dict[str, storage.Piece]:
+    """A model's parameters as a checkpoint knows them."""
+    found: dict[str, storage.Piece] = {}
+    for name, local in model.parameters_here().items():
+        box = model.shard_of(name)
+        found[name] = storage.Piece(
+            tensor=local.detach(), offsets=box.offsets, shape=box.global_shape
+        )
+    return found
+
+
+def stepped(run: Run, layout: Layout, shape: DecoderConfig) -> tuple[ParallelModel, PartOptimizer]:
+    """A model of a layout with an optimizer that has moments."""
+    model = ParallelModel(shape, build_world(layout, run.device), options(layout, 64, 1))
+    model.init_weights(len(layout.describe()))
+    optimizer = PartOptimizer(model.parameters_here().items(), OptimConfig())
+    for local in model.parameters_here().values():
+        local.grad = torch.full_like(local, 1e-3)
+    optimizer.step(1e-3)
+    return model, optimizer
+
+
+def checkpoint(run: Run) -> None:
+    """Save under the first layout, read under the others."""
+    shape = TINY if run.args.tiny else PRESETS["llama-1b"]
+    layouts = [x for x in parity_layouts(run.ranks) if run.wanted(x)]
+    shared = [tempfile.mkdtemp() if run.first else ""]
+    dist.broadcast_object_list(shared, 0)
+    folder = Path(shared[0])
+    model, optimizer = stepped(run, layouts[0], shape)
+    start = time.perf_counter()
+    storage.write_state(folder, run_state(pieces_of(model), optimizer, dist.get_rank()), run.talk)
+    dist.barrier()
+    save_s, saved = time.perf_counter() - start, digests(model)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    run.free(model.world)
+    for layout in layouts[1:]:
+        model, optimizer = stepped(run, layout, shape)
+        state = run_state(pieces_of(model), optimizer, dist.get_rank())
+        state = {key: value for key, value in state.items() if not key.startswith("rng/")}
+        start = time.perf_counter()
+        storage.read_state(folder, state, run.talk, sections=("model", "optimizer"))
+        dist.barrier()
+        load_s = time.perf_counter() - start
+        equal = digests(model) == saved
+        run.say(
+            f"checkpoint: {layouts[0].describe()} -> {layout.describe():30} "
+            f"{'bitwise equal' if equal else 'DIFFERENT'}, save {save_s:.2f} s, load {load_s:.2f} s"
+        )
+        if not equal:
+            run.failures.append(f"checkpoint {layout.describe()}")
+        run.write(
+            {
+                "model": "tiny" if run.args.tiny else "llama-1b",
+                "layout": asdict(layouts[0]),
+                "checkpoint": {
+                    "to": asdict(layout),
+                    "bytes": size,
+                    "save_s": save_s,
+                    "load_s": load_s,
+                    "save_gbps": size / save_s / 1e9,
+                    "load_gbps": size / load_s / 1e9,
+                    "equal": equal,
+                },
+            }
+        )
+        run.free(model.world)
+
+
+def run_all(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """All parts; returns what failed."""
+    env.quiet_profiler()
+    run = Run(args, device)
+    for part, function in (("parity", parity), ("speed", speed), ("checkpoint", checkpoint)):
+        if part in args.parts:
+            function(run)
+    return run.failures
+
+
+def main() -> int:
+    """Under torchrun."""
+    args = arguments()
+    device = mesh.start(args.device)
+    failures = run_all(args, device)
+    mesh.stop()
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,341 @@
+"""The backward's key warpgroups: S^T, dP^T, dV and dK of 64 keys each, over all of the queries.
+
+A step, in the order in which a warpgroup issues it (products run asynchronously):
+
+    P = exp(S)  |  dP = V dO^T, dV += P^T dO  |  dS = P (dP - delta)  |  dK += dS^T Q, S = K Q^T
+
+While one warpgroup computes P or dS, the tensor cores have the other's products and dQ's. Registers
+decide the order: S^T and dP^T share one accumulator, P^T and dS^T one operand, so that with dK and
+dV [64, 128] they fit in 208 registers a thread. (dP issued before the exponentials, so that the two
+overlap inside a warpgroup, needs 224: more than three warpgroups can have.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute import softmax as sm
+from ridgeline.kernels.attention.cute.backward_types import (
+    Globals,
+    Products,
+    Scalars,
+    Shared,
+    Work,
+)
+from ridgeline.kernels.attention.cute.forward import tma_pair
+from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, group_barrier, release
+from ridgeline.kernels.attention.cute.mask import (
+    TransposedMask,
+    accumulator_column,
+    accumulator_row,
+)
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
+from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    KEYS,
+    BackwardConfig,
+    BackwardTraits,
+)
+
+
+@dataclass(frozen=True)
+class KeyOwner:
+    """What a key warpgroup works with."""
+
+    S: cute.Tensor
+    """fp32 [64, block_q] accumulator of S^T, then of dP^T."""
+    dK: cute.Tensor
+    dV: cute.Tensor
+    P: cute.Tensor
+    """P^T in 16 bits, operand A, then dS^T."""
+    tK: cute.Tensor
+    tQ: cute.Tensor
+    tV: cute.Tensor
+    tdO: cute.Tensor
+    tQ_columns: cute.Tensor
+    tdO_columns: cute.Tensor
+    wg: Int32
+    scale_log2: Float32
+    capped_scale: Float32
+
+
+class Keys:
+    """The walk of a warpgroup over the queries, and its dK and dV."""
+
+    def __init__(self, traits: BackwardTraits, config: BackwardConfig):
+        self.traits = traits
+        self.config = config
+        self.dtype = DTYPES[traits.dtype]
+        self.wgs = config.num_warpgroups
+        self.products = Products(traits, config)
+        self.masks = traits.has_left or traits.has_right
+
+    @cute.jit
+    def own_keys(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, wg: Int32):
+        """A warpgroup's 64 keys: the walk over all queries, then dK and dV out."""
+        c = self._key_owner(scalars, shared, wg)
+        mask = self._mask(scalars, work, wg)
+        num_steps = work.num_steps()
+        c.dK.fill(0.0)
+        c.dV.fill(0.0)
+        cute.arch.mbarrier_wait(shared.kv_barrier, 0)
+        first_key = (work.block * self.wgs + wg) * KEYS
+        self._clear_rows(shared.sK[None, None, wg], first_key, work.extent.seqlen_k, wg)
+        self._clear_rows(shared.sV[None, None, wg], first_key, work.extent.seqlen_k, wg)
+        if num_steps > 0:
+            shared.q_ring.wait_full(Int32(0))
+            self._clear_q(c, shared, work, work.first, Int32(0))
+        self._issue_scores(c, shared, Int32(0))
+        warpgroup.wait_group(0)
+        block = work.first
+        for step in cutlass.range(num_steps, unroll=1):
+            following = block + 1
+            if following == work.queries.end:
+                following = Int32(work.queries.begin)
+            self._step(c, mask, shared, work, (block, following), step, step + 1 < num_steps)
+            block = following
+        warpgroup.wait_group(0)
+        self._store(tensors, scalars, shared, work, c, num_steps)
+
+    @cute.jit
+    def _key_owner(self, scalars: Scalars, shared: Shared, wg: Int32) -> KeyOwner:
+        scores, block_q = self.products.scores(), self.config.block_q
+        dk = self.products.sums(self.traits.head_dim)
+        dv = self.products.sums(self.traits.head_dim_v)
+        s_part, dk_part, dv_part = (mma.get_slice(0) for mma in (scores, dk, dv))
+        score_shape = scores.partition_shape_C((KEYS, block_q))
+        a_shape = dv.partition_shape_A((KEYS, block_q))
+        capped_scale, scale_log2 = Float32(0.0), scalars.softmax_scale * sm.LOG2_E
+        if cutlass.const_expr(self.traits.softcap):
+            capped_scale = scalars.softmax_scale / scalars.softcap
+            scale_log2 = scalars.softcap * sm.LOG2_E
+        return KeyOwner(
+            S=cute.make_rmem_tensor(score_shape, Float32),
+            dK=cute.make_rmem_tensor(dk.partition_shape_C((KEYS, self.traits.head_dim)), Float32),
+            dV=cute.make_rmem_tensor(dv.partition_shape_C((KEYS, self.traits.head_dim_v)), Float32),
+            P=cute.make_rmem_tensor(a_shape, self.dtype),
+            tK=scores.make_fragment_A(s_part.partition_A(shared.sK[None, None, wg])),
+            tQ=scores.make_fragment_B(s_part.partition_B(shared.sQ)),
+            tV=scores.make_fragment_A(s_part.partition_A(shared.sV[None, None, wg])),
+            tdO=scores.make_fragment_B(s_part.partition_B(shared.sdO)),
+            tQ_columns=dk.make_fragment_B(dk_part.partition_B(shared.sQ_columns)),
+            tdO_columns=dv.make_fragment_B(dv_part.partition_B(shared.sdO_columns)),
+            wg=wg,
+            scale_log2=scale_log2,
+            capped_scale=capped_scale,
+        )
+
+    @cute.jit
+    def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> TransposedMask:
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        first = (work.block * self.wgs + wg) * KEYS
+        return TransposedMask(
+            key=first + thread // 32 * 16 + thread % 32 // 4,
+            lane_column=2 * (thread % 4),
+            shift=work.extent.seqlen_k - work.extent.seqlen_q,
+            left=scalars.window_left if self.traits.has_left else None,
+            right=scalars.window_right if self.traits.has_right else None,
+        )
+
+    @cute.jit
+    def _issue_scores(self, c: KeyOwner, shared: Shared, step: Int32):
+        stage = shared.q_ring.stage(step)
+        _multiply(self.products.scores(), c.S, c.tK, c.tQ[None, None, None, stage], True)
+
+    @cute.jit
+    def _step(
+        self, c: KeyOwner, mask: TransposedMask, shared: Shared, work: Work,
+        blocks: tuple, step: Int32, more: Boolean,
+    ):  # fmt: skip
+        """One block of queries, blocks[0], whose S^T is under way. At its end S^T of the next one,
+        blocks[1], is issued (on whatever the stage holds, where there is none: a branch around it
+        would make ptxas wait after every product)."""
+        stage = shared.do_ring.stage(step)
+        statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
+        self._probabilities(c, mask, statistics, work, blocks[0])
+        shared.do_ring.wait_full(step)
+        first_row = blocks[0] * self.config.block_q
+        self._clear_rows(shared.sdO[None, None, stage], first_row, work.extent.seqlen_q, c.wg)
+        # Waiting here and not where dS is stored: LLVM would move dS's arithmetic behind this loop,
+        # that is behind the start of the next products, and ptxas would then serialise them.
+        shared.ds_ring.wait_empty(step)
+        _multiply(self.products.scores(), c.S, c.tV, c.tdO[None, None, None, stage], True)
+        dv = self.products.sums(self.traits.head_dim_v)
+        _multiply(dv, c.dV, c.P, c.tdO_columns[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        release(shared.do_ring, step)
+        self._score_gradients(c, statistics)
+        self._share_ds(c, shared, step)
+        dk = self.products.sums(self.traits.head_dim)
+        q_stage = shared.q_ring.stage(step)
+        _multiply(dk, c.dK, c.P, c.tQ_columns[None, None, None, q_stage], False)
+        if more:
+            shared.q_ring.wait_full(step + 1)
+            self._clear_q(c, shared, work, blocks[1], step + 1)
+        self._issue_scores(c, shared, step + 1)
+        warpgroup.wait_group(1)
+        release(shared.q_ring, step)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def _probabilities(
+        self, c: KeyOwner, mask: TransposedMask, statistics, work: Work, block: Int32
+    ):
+        """P^T of S^T, packed at once: in 16 bits it takes half of the registers while dP^T, in the
+        place of S^T, is computed."""
+        scores = flat(c.S)
+        if cutlass.const_expr(self.traits.softcap):
+            sm.soft_cap(scores, c.capped_scale)
+        if cutlass.const_expr(self.masks):
+            if self._needs_mask(work, block):
+                mask.apply(scores, block * self.config.block_q)
+        packed = flat(cute.recast_tensor(c.P, Int32))
+        first_column = 2 * (cute.arch.lane_idx() % 4)
+        for column in cutlass.range_constexpr(0, self.config.block_q, 8):
+            pair = _pair(statistics, first_column + column)
+            for half in cutlass.range_constexpr(2):
+                e = column // 2 + 2 * half
+                low = ptx.exp2(ptx.fma(scores[e], c.scale_log2, pair[0]))
+                high = ptx.exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]))
+                packed[e // 2] = ptx.pack(low, high, self.dtype)
+
+    def _needs_mask(self, work: Work, block: Int32):
+        return (block < work.queries.full_begin) | (block >= work.queries.full_end)
+
+    @cute.jit
+    def _clear_rows(self, tile: cute.Tensor, first_row: Int32, length: Int32, wg: Int32):
+        """Zero the rows of a tile [rows, D] that lie behind a packed sequence's end: TMA brings
+        what follows in memory, perhaps NaN, and 0 * NaN is NaN. Every warpgroup that reads the
+        tile writes the same zeros first."""
+        if cutlass.const_expr(self.traits.varlen):
+            rows, dim = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+            if first_row + rows > length:
+                kept = cutlass.max(length - first_row, 0)
+                thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+                for i in cutlass.range(thread, (rows - kept) * dim, WARPGROUP_THREADS, unroll=1):
+                    tile[kept + i // dim, i % dim] = self.dtype(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                group_barrier(wg)
+
+    @cute.jit
+    def _clear_q(self, c: KeyOwner, shared: Shared, work: Work, block: Int32, step: Int32):
+        tile = shared.sQ[None, None, shared.q_ring.stage(step)]
+        self._clear_rows(tile, block * self.config.block_q, work.extent.seqlen_q, c.wg)
+
+    @cute.jit
+    def _score_gradients(self, c: KeyOwner, statistics):
+        """dS^T of dP^T and P^T, packed in the place of P^T."""
+        dP = flat(c.S)
+        packed = flat(cute.recast_tensor(c.P, Int32))
+        first_column = 2 * (cute.arch.lane_idx() % 4)
+        for column in cutlass.range_constexpr(0, self.config.block_q, 8):
+            pair = _pair(statistics, self.config.block_q + first_column + column)
+            for half in cutlass.range_constexpr(2):
+                e = column // 2 + 2 * half
+                low, high = ptx.unpack(packed[e // 2], self.dtype)
+                low, high = low * (dP[e] - pair[0]), high * (dP[e + 1] - pair[1])
+                packed[e // 2] = ptx.pack(low, high, self.dtype)
+
+    @cute.jit
+    def _share_ds(self, c: KeyOwner, shared: Shared, step: Int32):
+        """dS^T to shared memory, transposed on the way, for the warpgroup that computes dQ."""
+        piece = shared.ds_ring.stage(step) * self.wgs + c.wg
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.products.scores()).get_slice(thread)
+        values = cute.make_tensor(c.P.iterator, cute.make_layout(c.S.shape))
+        target = copy.partition_D(shared.sdS_columns[None, None, piece])
+        cute.copy(atom, copy.retile(values), target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            shared.ds_ring.publish(step)
+
+    # ---- epilogue -------------------------------------------------------------------------------
+    @cute.jit
+    def _store(
+        self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, c: KeyOwner,
+        num_steps: Int32,
+    ):  # fmt: skip
+        """dV through the warpgroup's own V, dK through its K once dQ no longer needs that."""
+        dK = flat(c.dK)
+        for e in cutlass.range_constexpr(cute.size(dK)):
+            dK[e] = dK[e] * scalars.softmax_scale
+        if cutlass.const_expr(self.traits.varlen):
+            if (work.block * self.wgs + c.wg + 1) * KEYS <= work.extent.seqlen_k:
+                self._store_whole(tensors, shared, work, c, num_steps)
+            else:
+                # TMA clips at the tensor's end, not at the sequence's.
+                self._store_rows(c.dV, tensors.mdV_plain, work, c.wg)
+                self._store_rows(c.dK, tensors.mdK_plain, work, c.wg)
+        else:
+            self._store_whole(tensors, shared, work, c, num_steps)
+
+    @cute.jit
+    def _store_whole(
+        self, tensors: Globals, shared: Shared, work: Work, c: KeyOwner, num_steps: Int32
+    ):
+        dv, dk = (self.products.sums(n) for n in (self.traits.head_dim_v, self.traits.head_dim))
+        sdV, sdK = shared.sV[None, None, c.wg], shared.sK[None, None, c.wg]
+        self._store_tile(dv, c.dV, sdV, tensors.tma_dv, tensors.mdV, work, c.wg)
+        if num_steps > 0:
+            # Until the last step's dS was used, and with it K.
+            shared.ds_ring.wait_empty(num_steps - 1 + self.config.ds_stages)
+        self._store_tile(dk, c.dK, sdK, tensors.tma_dk, tensors.mdK, work, c.wg)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _store_tile(self, mma, values, target, atom, m, work: Work, wg: Int32):
+        """A warpgroup's [64, D] to shared memory and out by TMA."""
+        group_barrier(wg)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
+        narrow = cute.make_rmem_tensor(values.shape, self.dtype)
+        sm.pack_operand(flat(values), flat(cute.recast_tensor(narrow, Int32)), self.dtype)
+        cute.copy(store, copy.retile(narrow), copy.partition_D(target))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        group_barrier(wg)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            rows = tokens_of(m, work.kv_head, work.batch, work.extent.offset_k, self.traits.varlen)
+            dim = cute.size(target, mode=[1])
+            g = cute.local_tile(rows, (KEYS, dim), (work.block * self.wgs + wg, 0))
+            in_shared, in_global = tma_pair(atom, target, g)
+            cute.copy(atom, in_shared, in_global)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
+        """The last keys of a packed sequence, row by row from registers."""
+        rows = cute.domain_offset((work.extent.offset_k, 0), m[None, None, work.kv_head])
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        first = (work.block * self.wgs + wg) * KEYS + thread // 32 * 16 + thread % 32 // 4
+        output = flat(values)
+        for e in cutlass.range_constexpr(cute.size(output)):
+            row = first + 8 * accumulator_row(e)
+            column = 2 * (thread % 4) + accumulator_column(e)
+            if (row < work.extent.seqlen_k) & (column < rows.shape[1]):
+                rows[row, column] = output[e].to(self.dtype)
+
+
+def _pair(statistics: cute.Tensor, start):
+    """Two neighbouring words of a stage's statistics, one 8-byte access."""
+    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    cute.autovec_copy(cute.local_tile(statistics, (2,), (start // 2,)), pair)
+    return pair
+
+
+@cute.jit
+def _multiply(mma, accumulator, a, b, clear: cutlass.Constexpr[bool]):
+    """Issue accumulator (+)= a b, asynchronously, as one group."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
+        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
+    warpgroup.commit_group()

@@ -1,0 +1,219 @@
+"""The backward's third warpgroup: it loads, computes dQ = dS K and adds it to the sum in memory.
+
+It runs beside the warpgroups of the keys and a step behind them, with all of its own time to wait:
+nothing that it does holds them up as long as both rings have a free stage.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute.backward_types import (
+    Globals,
+    Products,
+    Scalars,
+    Shared,
+    Work,
+)
+from ridgeline.kernels.attention.cute.blocks import Walk, turn
+from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
+from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, release
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
+from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    KEYS,
+    ROW_STATISTICS,
+    BackwardConfig,
+    BackwardTraits,
+    keys_per_block,
+)
+
+OTHER_BARRIER = 7
+"""Named barrier of the warpgroup that computes dQ; the keys' have `group_barrier`'s."""
+
+
+class Queries:
+    """The warpgroup that serves the others: loads, dQ, and its sum in global memory."""
+
+    def __init__(self, traits: BackwardTraits, config: BackwardConfig):
+        self.traits = traits
+        self.config = config
+        self.dtype = DTYPES[traits.dtype]
+        self.wgs = config.num_warpgroups
+        self.products = Products(traits, config)
+
+    @cute.jit
+    def serve(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
+        """The warpgroup beside the keys': loads, dQ = dS K, and its sum in global memory."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        num_steps = work.num_steps()
+        if warp_index == 0:
+            self._load_keys(tensors, shared, work)
+            for i in cutlass.range_constexpr(self.config.stages):
+                if i < num_steps:
+                    self._load_queries(tensors, shared, work, Int32(i))
+        mma = self.products.dq()
+        rows, columns = self.products.dq_part()
+        dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
+        for step in cutlass.range(num_steps, unroll=1):
+            shared.ds_ring.wait_full(step)
+            stage = shared.ds_ring.stage(step)
+            self._await_turn(tensors, scalars, work, step)
+            for i in cutlass.range_constexpr(self.config.dq_parts):
+                self._issue_dq(shared, mma, dQ, stage, i)
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(i == self.config.dq_parts - 1):
+                    release(shared.ds_ring, step)
+                self._add_dq(tensors, shared, work, dQ, step, i)
+            self._pass_turn(tensors, work, step)
+            # Only now, when no accumulator is alive: it takes the registers of one.
+            if warp_index == 0:
+                if step + self.config.stages < num_steps:
+                    self._load_queries(tensors, shared, work, step + self.config.stages)
+        if cutlass.const_expr(self.config.dq_bulk):
+            if warp_index == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, stage: Int32, part: int):
+        """One part of dQ = dS K: some of its rows or of its columns."""
+        rows, columns = self.products.dq_part()
+        by_row = rows < self.config.block_q
+        sdS = cute.local_tile(shared.sdS, (rows, KEYS), (part if by_row else 0, 0, None))
+        sK = cute.local_tile(shared.sK_columns, (columns, KEYS), (0 if by_row else part, 0, None))
+        thread = mma.get_slice(0)
+        tdS = mma.make_fragment_A(thread.partition_A(sdS))
+        tK = mma.make_fragment_B(thread.partition_B(sK))
+        warpgroup.fence()
+        for w in cutlass.range_constexpr(self.wgs):
+            for k in cutlass.range_constexpr(KEYS // 16):
+                mma.set(warpgroup.Field.ACCUMULATE, w + k > 0)
+                a = tdS[None, None, k, stage * self.wgs + w]
+                cute.gemm(mma, dQ, a, tK[None, None, k, w], dQ)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _load_keys(self, tensors: Globals, shared: Shared, work: Work):
+        """K and V, once, in pieces of one warpgroup's keys."""
+        size = self.dtype.width // 8
+        num_bytes = keys_per_block(self.config) * (self.traits.head_dim + self.traits.head_dim_v)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, num_bytes * size)
+        for atom, m, s, dim in (
+            (tensors.tma_k, tensors.mK, shared.sK, self.traits.head_dim),
+            (tensors.tma_v, tensors.mV, shared.sV, self.traits.head_dim_v),
+        ):
+            rows = tokens_of(m, work.kv_head, work.batch, work.extent.offset_k, self.traits.varlen)
+            for w in cutlass.range_constexpr(self.wgs):
+                tile = cute.local_tile(rows, (KEYS, dim), (work.block * self.wgs + w, 0))
+                in_shared, in_global = tma_pair(atom, s, tile)
+                cute.copy(atom, in_global, in_shared[None, w], tma_bar_ptr=shared.kv_barrier)
+
+    @cute.jit
+    def _load_queries(self, tensors: Globals, shared: Shared, work: Work, step: Int32):
+        """Q with its statistics, and dO, of one step; waits until their stage is free."""
+        head, block = work.at(step)
+        block_q, size = self.config.block_q, self.dtype.width // 8
+        for ring, atom, m, s, dim in (
+            (shared.q_ring, tensors.tma_q, tensors.mQ, shared.sQ, self.traits.head_dim),
+            (shared.do_ring, tensors.tma_do, tensors.mdO, shared.sdO, self.traits.head_dim_v),
+        ):
+            rows = tokens_of(m, head, work.batch, work.extent.offset_q, self.traits.varlen)
+            tile = cute.local_tile(rows, (block_q, dim), (block, 0))
+            with_statistics = s is shared.sQ
+            words = ROW_STATISTICS * block_q if with_statistics else 0
+            ring.wait_empty(step)
+            with cute.arch.elect_one():
+                ring.expect(step, block_q * dim * size + 4 * words)
+            in_shared, in_global = tma_pair(atom, s, tile)
+            stage = ring.stage(step)
+            cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(step))
+            if cutlass.const_expr(with_statistics):
+                tile_index = work.first_tile(tensors, self.config.block_q) + block
+                source = tensors.statistics[tile_index, head, None].iterator
+                target = shared.sStatistics[None, stage].iterator
+                with cute.arch.elect_one():
+                    ptx.bulk_load(target, source, 4 * words, ring.full(step))
+
+    @cute.jit
+    def _add_dq(
+        self, tensors: Globals, shared: Shared, work: Work, dQ: cute.Tensor, step: Int32, part: int
+    ):
+        """Add a part of a step's dQ to the sum in global memory."""
+        head, block = work.at(step)
+        tile = work.first_tile(tensors, self.config.block_q) + block
+        target = tensors.dq_sum[tile, head, None]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        values = flat(dQ)
+        first_word = part * WARPGROUP_THREADS * cute.size(values)
+        if cutlass.const_expr(self.config.dq_bulk):
+            self._add_dq_bulk(shared, values, target.iterator + first_word, thread)
+        else:
+            base = target.iterator + first_word + 4 * thread
+            for vector in cutlass.range_constexpr(cute.size(values) // 4):
+                four = [values[4 * vector + i] for i in range(4)]
+                ptx.add_to_global(base + 4 * WARPGROUP_THREADS * vector, *four)
+
+    @cute.jit
+    def _await_turn(self, tensors: Globals, scalars: Scalars, work: Work, step: Int32):
+        """Deterministic: until the blocks of keys that come before this one have added."""
+        if cutlass.const_expr(self.traits.deterministic):
+            head, block = work.at(step)
+            block_q, block_k = self.config.block_q, keys_per_block(self.config)
+            extent = work.extent
+            walk = Walk(
+                num_key_blocks=(extent.seqlen_k + block_k - 1) // block_k,
+                num_query_blocks=(extent.seqlen_q + block_q - 1) // block_q,
+                shift=extent.seqlen_k - extent.seqlen_q,
+                block_q=block_q,
+                block_k=block_k,
+                together=scalars.together != 0,
+                integer=DeviceInteger,
+            )
+            window = (
+                scalars.window_left if self.traits.has_left else None,
+                scalars.window_right if self.traits.has_right else None,
+            )
+            wanted = turn(work.block, block, walk, window)
+            if cute.arch.thread_idx()[0] == 0:
+                tile = work.first_tile(tensors, block_q) + block
+                counter = tensors.turns[tile, head, None].iterator
+                done = ptx.load_acquire(counter)
+                while done != wanted:
+                    done = ptx.load_acquire(counter)
+            self._other_barrier()
+
+    @cute.jit
+    def _pass_turn(self, tensors: Globals, work: Work, step: Int32):
+        if cutlass.const_expr(self.traits.deterministic):
+            head, block = work.at(step)
+            cute.arch.fence_acq_rel_gpu()
+            self._other_barrier()
+            if cute.arch.thread_idx()[0] == 0:
+                tile = work.first_tile(tensors, self.config.block_q) + block
+                counter = tensors.turns[tile, head, None].iterator
+                cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def _add_dq_bulk(self, shared: Shared, values: cute.Tensor, target, thread: Int32):
+        """Through shared memory; the copy engine adds."""
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._other_barrier()
+        for vector in cutlass.range_constexpr(cute.size(values) // 4):
+            four = cute.make_tensor(values.iterator + 4 * vector, cute.make_layout(4))
+            place = WARPGROUP_THREADS * vector + thread
+            cute.autovec_copy(four, cute.local_tile(shared.sdQ, (4,), (place,)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._other_barrier()
+        if thread < 32:
+            with cute.arch.elect_one():
+                ptx.bulk_add(target, shared.sdQ.iterator, 4 * cute.size(shared.sdQ))
+            cute.arch.cp_async_bulk_commit_group()
+
+    def _other_barrier(self):
+        cute.arch.barrier(barrier_id=OTHER_BARRIER, number_of_threads=WARPGROUP_THREADS)

@@ -1,0 +1,204 @@
+"""Tile configurations of the Hopper backward, and what they cost; needs no DSL.
+
+A block of threads has `num_warpgroups` warpgroups of 64 keys each, which compute S^T, dP^T, dV and
+dK, and one more that computes dQ and issues the loads. Shared memory holds K and V, rings of Q and
+dO with their row statistics, and dS; registers of a key warpgroup hold S^T and dP^T [64, block_q],
+dK [64, head_dim] and dV [64, head_dim_v], those of the other dQ [block_q, head_dim].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.core.arch import Arch
+from ridgeline.core.dtypes import itemsize_bytes
+from ridgeline.kernels.attention.cute_sm90_config import (
+    BARRIER_BYTES,
+    SHARED_MEMORY_BYTES,
+    padded,
+    why_unsupported,
+)
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+KEYS = 64
+"""Keys of a warpgroup: the M of a WGMMA."""
+REGISTER_FILE = 65536
+"""32-bit registers of a multiprocessor."""
+RESERVED_REGISTERS = 32
+"""Addresses, loop state and statistics beside accumulators: with fewer, ptxas drops setmaxnreg or
+waits after every product."""
+ROW_STATISTICS = 2
+"""fp32 words a query: its LSE and its delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardTraits:
+    """What changes the backward's code: its compile key, with the tile config."""
+
+    head_dim: int
+    """Of Q and K in shared memory, a multiple of 32; TMA pads smaller ones with zeros."""
+    head_dim_v: int
+    dtype: str
+    """bfloat16 or float16."""
+    has_left: bool = False
+    """A window bounded on the left."""
+    has_right: bool = False
+    """Causal, or a window bounded on the right."""
+    softcap: bool = False
+    varlen: bool = False
+    """Packed sequences, by cu_seqlens of both sides."""
+    deterministic: bool = False
+    """Blocks add to dQ in turns, so that its bits do not depend on timing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardConfig:
+    """Tile and schedule of the backward."""
+
+    block_q: int
+    """Queries of a block: 64 or 128."""
+    num_warpgroups: int = 2
+    """Warpgroups of 64 keys each."""
+    stages: int = 2
+    """Blocks of Q, and of dO, in flight; a power of two."""
+    ds_stages: int = 2
+    """Blocks of dS between the warpgroups; a power of two."""
+    dq_bulk: bool = False
+    """dQ goes out through shared memory by the copy engine, not from registers."""
+    dq_parts: int = 1
+    """Pieces in which a step's dQ is computed, so that its accumulator stays small: blocks of 64 of
+    its rows, or of its columns where block_q is 64."""
+    other_registers: int = 88
+    """Registers a thread of the warpgroup that computes dQ; the others share the rest."""
+
+
+def keys_per_block(config: BackwardConfig) -> int:
+    """Keys of a block of threads."""
+    return KEYS * config.num_warpgroups
+
+
+def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
+    """Rows and columns of dQ that are computed at a time."""
+    if config.block_q > KEYS:
+        return config.block_q // config.dq_parts, traits.head_dim
+    return config.block_q, traits.head_dim // config.dq_parts
+
+
+def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
+    """Shared memory of a block of threads."""
+    size = itemsize_bytes(traits.dtype)
+    keys = keys_per_block(config)
+    dims = traits.head_dim + traits.head_dim_v
+    kv = keys * dims
+    q = config.stages * config.block_q * dims
+    ds = config.ds_stages * config.block_q * keys
+    statistics = 4 * ROW_STATISTICS * config.stages * config.block_q
+    dq = 4 * config.block_q * traits.head_dim // config.dq_parts if config.dq_bulk else 0
+    return BARRIER_BYTES + size * (kv + q + ds) + statistics + dq
+
+
+def registers(config: BackwardConfig) -> tuple[int, int]:
+    """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what
+    the block was launched with; asking for one more blocks forever."""
+    warpgroups = config.num_warpgroups + 1
+    at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
+    other = config.other_registers
+    return other, min(240, (at_launch * warpgroups - other) // config.num_warpgroups // 8 * 8)
+
+
+def accumulator_registers(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
+    """(dQ and loads, keys): registers a thread that accumulators take."""
+    scores = KEYS * config.block_q // 128
+    sums = KEYS * (traits.head_dim + traits.head_dim_v) // 128
+    return config.block_q * traits.head_dim // config.dq_parts // 128, scores + scores // 2 + sums
+
+
+def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
+    """Why a config cannot run these traits, or None."""
+    if config.num_warpgroups not in (1, 2):
+        return f"num_warpgroups must be 1 or 2, got {config.num_warpgroups}"
+    if config.block_q not in (64, 128):
+        return f"block_q must be 64 or 128, got {config.block_q}"
+    for name in ("stages", "ds_stages"):
+        value = getattr(config, name)
+        if value < 1 or value & (value - 1):
+            return f"{name} must be a power of two, got {value}"
+    if traits.head_dim % 32 or traits.head_dim_v % 32:
+        return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
+    rows, columns = dq_part(config, traits)
+    narrow = columns < traits.head_dim and columns % 64
+    if rows % KEYS or narrow:
+        return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
+    if config.other_registers % 8:
+        return f"other_registers must be a multiple of 8, got {config.other_registers}"
+    if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
+        return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
+    for have, need in zip(registers(config), accumulator_registers(config, traits), strict=True):
+        if need + RESERVED_REGISTERS > have:
+            return f"needs about {need + RESERVED_REGISTERS} registers a thread, has {have}"
+    return None
+
+
+def backward_traits(problem: AttentionProblem) -> BackwardTraits:
+    """The compile key of a problem."""
+    return BackwardTraits(
+        head_dim=padded(problem.head_dim),
+        head_dim_v=padded(problem.head_dim_v),
+        dtype=problem.dtype,
+        has_left=problem.window_left is not None,
+        has_right=problem.causal or problem.window_right is not None,
+        softcap=problem.softcap > 0,
+        varlen=problem.varlen,
+        deterministic=problem.deterministic,
+    )
+
+
+def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
+    """The tile for a problem."""
+    traits = backward_traits(problem)
+    for config in _candidates(traits):
+        if why_invalid(config, traits) is None:
+            return config
+    raise AssertionError(f"no backward tile for {traits}")  # `refuses` lets none of these through
+
+
+def _candidates(traits: BackwardTraits) -> list[BackwardConfig]:
+    """Tiles from best to least, by head dim."""
+    if max(traits.head_dim, traits.head_dim_v) <= 64:
+        return [BackwardConfig(block_q=128, dq_parts=2)]
+    return [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
+
+
+def run_together(problem: AttentionProblem, config: BackwardConfig, arch: Arch) -> bool:
+    """Whether all blocks of keys of a head are on the device at once: one a multiprocessor, and
+    numbered one after the other. A deterministic backward may then let each wait for any other."""
+    num_blocks = -(-problem.seqlen_k // keys_per_block(config))
+    return problem.deterministic and not problem.varlen and num_blocks <= arch.num_units
+
+
+def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
+    """Key/value heads whose queries, output gradients and fp32 dQ stay in L2 together: a power of
+    two; 1 where all blocks of a head are equally long, or must run one head after the other."""
+    bounded = problem.window_right is not None or problem.window_left is not None
+    if problem.deterministic or not (problem.causal or bounded):
+        return 1
+    row_bytes = itemsize_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v)
+    row_bytes += 4 * problem.head_dim
+    head_bytes = problem.seqlen_q * row_bytes * problem.heads / max(1, problem.kv_heads)
+    section = 1
+    limit = problem.batch * problem.kv_heads
+    while section * 2 <= limit and section * 2 * head_bytes <= 0.8 * arch.l2_bytes:
+        section *= 2
+    return section
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    """Why this implementation does not take a backward, or None."""
+    if (why := why_unsupported(problem)) is not None:
+        return why
+    if problem.softcap > 0:
+        return "no backward with softcap"
+    traits = backward_traits(problem)
+    if all(why_invalid(config, traits) for config in _candidates(traits)):
+        return f"no backward tile for head dims {problem.head_dim}, {problem.head_dim_v}"
+    return None

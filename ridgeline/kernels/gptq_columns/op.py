@@ -1,0 +1,53 @@
+"""One block of GPTQ's columns at once, where a fused kernel can do it.
+
+    for each step k of the block:  q_k = round to the grid of k's group;  e_k = (w_k - q_k) / U_kk;
+                                   w_j -= U_kj e_k  for the later steps j of the block
+
+Ten launches a column otherwise. Rows (outputs) are independent, so a program takes a strip of them
+through the whole block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.core import env
+
+MAX_STEPS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """One block; tensors are views, rows are steps in processing order."""
+
+    work_BN: torch.Tensor
+    """fp32, weights of the block's steps, earlier blocks' errors taken."""
+    upper_BB: torch.Tensor
+    """fp32, the block of the upper factor; rows may be strided."""
+    scale_RN: torch.Tensor
+    """fp32."""
+    zero_RN: torch.Tensor
+    """fp32, whole numbers."""
+    group_B: torch.Tensor
+    """int32, group of each step."""
+    max_code: int
+
+
+Solve = Callable[[Columns, torch.Tensor, torch.Tensor], None]
+"""solve(columns, signed_BN, error_BN): fills codes minus zero, and errors over U_kk."""
+
+
+def fused(device: torch.device, dtype: torch.dtype) -> Solve | None:
+    """The fused loop for a device, or None where columns go one by one (a CPU, fp64)."""
+    if dtype != torch.float32:
+        return None
+    if device.type != "cuda" and not env.triton_interpreted():
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("ridgeline.kernels.gptq_columns.triton").launch

@@ -1,0 +1,105 @@
+"""Hopper backward tiles: every head dim that is taken gets a valid one, budgets are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_backward_config as cfg
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+H200 = KNOWN["sm90"]
+BASE = AttentionProblem(
+    batch=2,
+    seqlen_q=1024,
+    seqlen_k=2048,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    head_dim_v=128,
+    direction="bwd",
+)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 72, 96, 112, 128])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_every_head_dim_gets_a_valid_tile(head_dim: int, varlen: bool) -> None:
+    problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, varlen=varlen)
+    assert cfg.refuses(problem, H200) is None
+    traits, config = cfg.backward_traits(problem), cfg.backward_config(problem, H200)
+    assert cfg.why_invalid(config, traits) is None
+    assert traits.head_dim >= head_dim
+    assert cfg.shared_memory_bytes(config, traits) <= H200.smem_bytes
+
+
+@pytest.mark.parametrize("other", [24, 56, 72, 88, 104])
+@pytest.mark.parametrize("num_warpgroups", [1, 2])
+def test_registers_are_those_the_block_was_launched_with(other: int, num_warpgroups: int) -> None:
+    """One more than at launch and setmaxnreg waits forever."""
+    config = cfg.BackwardConfig(block_q=64, num_warpgroups=num_warpgroups, other_registers=other)
+    mine, keys = cfg.registers(config)
+    warpgroups = num_warpgroups + 1
+    at_launch = cfg.REGISTER_FILE // (128 * warpgroups) // 8 * 8
+    assert mine == other and mine % 8 == 0 and keys % 8 == 0
+    assert mine + num_warpgroups * keys <= warpgroups * at_launch
+
+
+def test_shared_memory_of_a_known_tile() -> None:
+    traits = cfg.BackwardTraits(head_dim=128, head_dim_v=128, dtype="bfloat16")
+    config = cfg.BackwardConfig(block_q=64, dq_parts=2)
+    kib = 1024
+    keys, queries, ds = 64 * kib, 2 * 32 * kib, 2 * 16 * kib
+    statistics = 2 * 2 * 64 * 4
+    expected = cfg.BARRIER_BYTES + keys + queries + ds + statistics
+    assert cfg.shared_memory_bytes(config, traits) == expected
+    bulk = cfg.shared_memory_bytes(replace(config, dq_bulk=True), traits)
+    assert bulk == expected + 16 * kib
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_warpgroups": 3}, "num_warpgroups must be"),
+        ({"block_q": 96}, "block_q must be"),
+        ({"stages": 3}, "power of two"),
+        ({"stages": 8}, "shared memory"),
+        ({"block_q": 128, "dq_parts": 2}, "shared memory"),
+        ({"dq_parts": 4}, "dq_parts must leave"),
+        ({"other_registers": 90}, "multiple of 8"),
+        ({"dq_parts": 1}, "registers"),
+    ],
+)
+def test_invalid_tiles_say_why(change: dict, why: str) -> None:
+    traits = cfg.BackwardTraits(head_dim=128, head_dim_v=128, dtype="bfloat16")
+    good = cfg.BackwardConfig(block_q=64, dq_parts=2)
+    assert cfg.why_invalid(good, traits) is None
+    assert why in (cfg.why_invalid(replace(good, **change), traits) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"dropout": True}, "dropout"),
+        ({"seqused": True}, "seqused"),
+        ({"page_size": 16}, "paged"),
+        ({"head_dim": 256, "head_dim_v": 256}, "no backward tile"),
+        ({"head_dim": 192}, "no backward tile"),
+        ({"seqlen_q": 0}, "empty"),
+    ],
+)
+def test_refusals_name_the_reason(change: dict, why: str) -> None:
+    assert cfg.refuses(BASE, H200) is None
+    assert why in (cfg.refuses(replace(BASE, **change), H200) or "")
+
+
+def test_a_head_runs_at_once_only_if_it_fits_the_device() -> None:
+    ordered = replace(BASE, deterministic=True, seqlen_k=128 * H200.num_units)
+    config = cfg.backward_config(ordered, H200)
+    assert cfg.run_together(ordered, config, H200)
+    assert not cfg.run_together(replace(ordered, seqlen_k=ordered.seqlen_k + 1), config, H200)
+    assert not cfg.run_together(replace(ordered, varlen=True), config, H200)
+    assert cfg.heads_per_section(replace(ordered, causal=True), H200) == 1
+    assert cfg.heads_per_section(replace(BASE, causal=True), H200) > 1
