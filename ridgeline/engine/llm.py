@@ -23,7 +23,7 @@ from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.counters import Counters
 from ridgeline.engine.errors import ReloadError
-from ridgeline.engine.load import OpenModel, choose_device, is_quantized, open_model
+from ridgeline.engine.load import OpenModel, choose_device, open_model, run_dtype
 from ridgeline.engine.memory import MemoryPlan, kv_dtype_of, plan_sizes
 from ridgeline.engine.outputs import FinishReason, RequestOutput, TokenLogprob, Usage
 from ridgeline.engine.paged import FP8, PagedKV
@@ -31,10 +31,8 @@ from ridgeline.engine.params import MaskFactory, Request, SamplingParams
 from ridgeline.engine.runner import Runner, StepBatch
 from ridgeline.engine.scheduler import Scheduler, SchedulerConfig
 from ridgeline.engine.weights import Shard, Weights, weights_of
-from ridgeline.kernels.w4a16.cpu import int4_refusal
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
-from ridgeline.quant.linear import quantized_linears
 
 
 @dataclass(slots=True, kw_only=True)
@@ -344,13 +342,10 @@ class LLM:
 
 def _open(folder: Path, config: EngineConfig) -> OpenModel:
     device = choose_device(config.device)
-    opened = open_model(folder, config.dtype, device.type, prepare=False)
-    if config.dtype == "auto" and device.type == "cpu" and is_quantized(folder):
-        _, linear = next(quantized_linears(opened.model))
-        if int4_refusal(linear.weight_of(), torch.bfloat16) is None:
-            opened.model.to(torch.bfloat16)  # the int4 kernel is exact then, and far the fastest
-            opened = replace(opened, dtype="bfloat16")
-    return opened
+    if not folder.is_dir():  # says what is missing
+        return open_model(folder, config.dtype, device.type)
+    dtype = run_dtype(folder, config.dtype, device)
+    return open_model(folder, dtype, device.type, prepare=False)
 
 
 def _shard_of(group: tp.Group | None) -> Shard:

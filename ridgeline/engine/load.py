@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError
+from ridgeline.kernels.w4a16.cpu import int4_refusal
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import (
     assign_weights,
@@ -89,6 +90,28 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("model: no CUDA device is usable here; use --device cpu")
     return torch.device(name)
+
+
+def run_dtype(folder: Path | str, name: str, device: torch.device) -> str:
+    """choose_dtype for an engine: auto is bfloat16 on a CPU too for a folder whose 4-bit layers
+    PyTorch's int4 kernel holds exactly, by far the fastest there. Raises: UserError as open_model.
+    """
+    if name != "auto" or device.type != "cpu" or not is_quantized(folder):
+        return choose_dtype(name, device)
+    _, quantization = read_quantization(folder)
+    tensors = TensorFolder(folder)
+    layers = packed_layers(tensors.names)
+    if quantization is None or not layers:
+        return choose_dtype(name, device)
+    layer, parts = min(layers.items())
+    layout = quantization.layout_of(layer)
+    if layout is None:
+        return choose_dtype(name, device)
+    try:
+        weight = layout.unpack({part: tensors.get(f"{layer}.{part}") for part in parts})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"checkpoint: {folder}: {layer}: {error}") from error
+    return "float32" if int4_refusal(weight, torch.bfloat16) else "bfloat16"
 
 
 def choose_dtype(name: str, device: torch.device) -> str:

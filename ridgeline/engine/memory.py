@@ -18,8 +18,9 @@ from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
-from ridgeline.engine.load import choose_device, choose_dtype
+from ridgeline.engine.load import choose_device, run_dtype
 from ridgeline.engine.paged import FP8, page_tokens_of
+from ridgeline.kernels.w4a16.cpu import has_fast_bf16
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.hf import load_config
 from ridgeline.nn.tensorfile import TensorFolder
@@ -88,7 +89,7 @@ def plan(folder: Path | str, config: EngineConfig, ranks: int = 1) -> MemoryPlan
     """
     shape = load_config(folder)
     device = choose_device(config.device)
-    dtype = torch_dtype(choose_dtype(config.dtype, device))
+    dtype = torch_dtype(run_dtype(folder, config.dtype, device))
     return plan_sizes(
         shape, _weights_bytes(Path(folder), dtype, device), dtype, device, config, ranks
     )
@@ -221,7 +222,8 @@ def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> in
         if name.rpartition(".")[0] not in layers
     )
     if device.type == "cpu":
-        wide = _linear_params(load_config(folder)) * dtype.itemsize
+        narrow = dtype == torch.bfloat16 and has_fast_bf16()
+        wide = _linear_params(load_config(folder)) * (2 if narrow else 4)
         return plain + packed + wide
     return plain + packed
 
