@@ -2,7 +2,7 @@
 memory.
 
     python benchmarks/quant/bench_quantize.py                       # symmetric: rtn and gptq
-    python benchmarks/quant/bench_quantize.py --final               # all methods; about 14 min a seed
+    python benchmarks/quant/bench_quantize.py --final               # all methods: about 14 min
     python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # about 40 min on two idle cores
 
 Protocol: weights in fp32; Wikipedia leads, the last fifth of the characters for the test (first
