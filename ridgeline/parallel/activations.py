@@ -4,7 +4,7 @@ full keeps b s C elements a block and runs its forward again (a third more FLOPs
 what is dear to make again for its size: the attention's output and LSE, and the products with
 matrices whose output is no wider than the model (q, k, v, o, down); the MLP's wide products, norms,
 rotations and SwiGLU are made again. Blocks may also be compiled: one function of (block, x, step),
-so that all blocks share one compilation, the recomputation inside it.
+so that blocks can share a compilation, the recomputation inside it.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5 (what is worth recomputing).
 """
 
