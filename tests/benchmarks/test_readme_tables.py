@@ -88,7 +88,7 @@ def test_the_hopper_table(written):
     )  # fmt: skip
     text = readme_tables.results_tables(rows)
     assert "| forward | 128 | causal | 1000 | 800 | 500 | - | 1.25 |" in text
-    assert "| forward | 64 | full | - | - | - | - | - |" in text
+    assert "| forward | 64 |" not in text
     assert "H200, 2026-11-29, commit 01234567, run r1. Peers: fa3 vllm 1, cudnn 91900." in text
     assert "backward" not in text and "2000" not in text
 
@@ -122,13 +122,13 @@ def test_the_w4a16_table_shows_no_variant(written):
     rows = written(
         [
             _row("ridgeline cute_sm90", 2.0), _row("ridgeline cute_sm90 lean", 1.0),
-            _row("cublas bf16", 5.0),
+            _row("cublas bf16", 5.0), _row("marlin 1", 4.0), _row("machete 1", 3.0),
             _row("ridgeline cute_sm90", 20.0, shape={**LINEAR, "m": 64}),
             _row("ridgeline cute_sm90", 20.0, shape={**LINEAR, "m": 4}),
         ]
     )  # fmt: skip
     text = readme_tables.results_tables(rows)
-    assert "| 4,096 -> 4,096 | 2.00 / 5.00 (71%) | - | - | 20.0 / - (71%) | - |" in text
+    assert "| 4,096 -> 4,096 | 2.00 / 3.00 / 5.00 (71%) | - | - | 20.0 / - / - (71%) | - |" in text
 
 
 def test_the_page_has_every_current_row(written):
@@ -161,7 +161,7 @@ def test_the_page_holds_the_measured_rows():
 
 def test_no_peer_and_no_rows(written):
     text = readme_tables.results_tables(written([_row("cute_sm90", 3.0)]))
-    assert "3.00 / - (71%)" in text and "Peers" not in text
+    assert "3.00 / - / - (71%)" in text and "Peers" not in text
     assert readme_tables.results_tables([]) == "No result rows yet."
 
 
