@@ -20,7 +20,7 @@ from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import load_config, load_pretrained, save_pretrained
 from ridgeline.nn.tensorfile import TensorFolder
 
-NAMES = "machine weights perplexity quantize generate train parallel roofline report".split()
+NAMES = "machine weights perplexity quantize generate serve train parallel roofline report".split()
 
 
 class _Page(HTMLParser):

@@ -1,4 +1,5 @@
-"""Runs a function on some gloo ranks, forked after torch was imported (spawning takes seconds)."""
+"""Runs a function on some gloo ranks, forked from a server that has imported torch (spawning takes
+seconds) and has never run it: a process that has run autograd cannot be forked on every build."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "ridgeline.parallel.verify", "tests.parallel.harness"])
 
 
 def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: Any) -> None:
@@ -49,10 +53,9 @@ def run_ranks(
 
     A rank that fails ends all; its traceback is the error's text.
     """
-    context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, folder, fn, args))
+            CONTEXT.Process(target=_rank, args=(rank, world_size, folder, fn, args))
             for rank in range(world_size)
         ]
         for process in ranks:
