@@ -386,9 +386,7 @@ def agreement(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
     rms = statistics.fmean(gap * gap for gap in gaps) ** 0.5
     values = {"rms_nats": round(rms, 6), "max_nats": round(max(map(abs, gaps)), 6)}
     values |= {"tokens": len(gaps), "check": "engine against trainer, log-probabilities"}
-    return row_of(
-        args, "ridgeline", model=named(shape), weights="bf16", dtype="bfloat16", **values
-    )
+    return row_of(args, "ridgeline", model=named(shape), weights="bf16", dtype="bfloat16", **values)
 
 
 if __name__ == "__main__":
