@@ -23,6 +23,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
+from ridgeline.core.errors import unsupported
 from ridgeline.parallel import fsdp
 from ridgeline.parallel.layout import Layout
 from ridgeline.parallel.mesh import World
@@ -35,6 +36,20 @@ _SCHEDULES: dict[str, Any] = {
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+
+
+def check_schedule(layout: Layout) -> None:
+    """Raises: NotImplementedError for a schedule that splits the backward pass on a PyTorch that
+    cannot do so through autograd functions written in Python (2.11 fails, 2.13 was tested)."""
+    version = torch.__version__.split("+")[0]
+    if layout.splits_backward and tuple(map(int, version.split(".")[:2])) < (2, 13):
+        raise unsupported(
+            "parallel",
+            "layout.schedule",
+            "be gpipe, 1f1b or interleaved before PyTorch 2.13",
+            f"{layout.schedule} on {version}",
+            "choose one of these or update PyTorch",
+        )
 
 
 class _Veiled(nn.Module):
@@ -75,6 +90,7 @@ class Pipeline:
         self, stages: Sequence[Stage], world: World, hidden: torch.Tensor, num_microbatches: int
     ) -> None:
         layout = world.layout
+        check_schedule(layout)
         self._layout, self._device, self._world = layout, world.device, world
         self._roots, self._hidden = stages, hidden.detach()
         self._indices = layout.stages_of(world.pp_rank)
