@@ -33,6 +33,7 @@ from ridgeline.kernels.attention.problem import (
     AttentionProblem,
 )
 from ridgeline.nn.config import DecoderConfig
+from ridgeline.nn.layers import window_bounds
 
 CPU_PAGE_TOKENS = 16
 LEAST_PAGE_TOKENS = 16
@@ -223,7 +224,7 @@ class HostAttention:
 def _host_call(
     q_SHD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    bounds = (-1, -1) if window is None else (window - 1, 0)
+    bounds = window_bounds(window)
     out = flash_attn_func(q_SHD[None], k_TGD[None], v_TGD[None], causal=True, window_size=bounds)
     assert isinstance(out, torch.Tensor)
     return out[0]
@@ -271,7 +272,7 @@ class DeviceAttention:
     def read(self, layer: int, q_PHD: torch.Tensor, window: int | None) -> torch.Tensor:
         """Attention once the step's keys and values are in the cache."""
         cache, batch = self.cache, self.batch
-        bounds = (-1, -1) if window is None else (window - 1, 0)
+        bounds = window_bounds(window)
         k_pages, v_pages = cache.k[layer], cache.v[layer]
         B = batch.num_decoding
         parts: list[torch.Tensor] = []
@@ -357,7 +358,7 @@ class GatheredAttention:
             max_seqlen_q=self.max_rows,
             max_seqlen_k=self.max_keys,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
+            window_size=window_bounds(window),
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -388,7 +389,7 @@ class PackedAttention:
             max_seqlen_q=self.max_len,
             max_seqlen_k=self.max_len,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
+            window_size=window_bounds(window),
         )
         assert isinstance(out, torch.Tensor)
         return out

@@ -23,6 +23,11 @@ from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.rope import rotate
 
 
+def window_bounds(window: int | None) -> tuple[int, int]:
+    """FlashAttention's inclusive (left, right) of a causal window of so many keys, own included."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
 class Attend(Protocol):
     """Attention over more tokens than these (a sequence spread over ranks)."""
 
@@ -62,7 +67,7 @@ class Attention(nn.Module):
         C, H, G, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.layer, self.head_dim = layer, D
         window = config.window(layer)
-        self.window_size = (-1, -1) if window is None else (window - 1, 0)
+        self.window_size = window_bounds(window)
         self.q_proj = nn.Linear(C, H * D, config.qkv_bias, device, dtype)
         self.k_proj = nn.Linear(C, G * D, config.qkv_bias, device, dtype)
         self.v_proj = nn.Linear(C, G * D, config.qkv_bias, device, dtype)
