@@ -108,7 +108,10 @@ def collect(settings: Settings) -> tuple[list[str], dict[str, str]]:
     command = pytest_command(
         settings, "--collect-only", "--continue-on-collection-errors", *files
     )  # fmt: skip
-    done = subprocess.run(command, cwd=settings.root, capture_output=True, text=True)
+    environment = {**os.environ, **settings.environment}
+    done = subprocess.run(
+        command, cwd=settings.root, env=environment, capture_output=True, text=True
+    )  # fmt: skip
     ids = [line for line in done.stdout.splitlines() if re.match(r"[\w/.-]+\.py::", line)]
     broken = {}
     blocks = re.split(r"^_+ ERROR collecting (\S+) _+$", done.stdout, flags=re.M)
@@ -127,7 +130,7 @@ def groups_of(ids: Sequence[str], size: int) -> list[Job]:
         by_function.setdefault(case.split("[")[0], []).append(case)
     jobs = []
     for cases in sorted(by_function.values(), key=len):
-        step = max(1, min(size, len(cases) // 8))
+        step = min(size, max(2, len(cases) // 8))
         jobs += [Job(tuple(cases[n : n + step])) for n in range(0, len(cases), step)]
     return jobs
 
