@@ -98,7 +98,7 @@ def marked_files(root: Path) -> list[str]:
 
 def pytest_command(settings: Settings, *args: str) -> list[str]:
     """pytest on gpu tests with the project's own filters."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-m", "gpu", "--tb=short"]
     return [*command, *settings.pytest_args, *args]
 
 
@@ -124,7 +124,7 @@ def collect(settings: Settings) -> tuple[list[str], dict[str, str]]:
 
 
 def groups_of(ids: Sequence[str], size: int) -> list[Job]:
-    """Groups of one test function each; those of few and therefore long cases first, and smaller."""
+    """Groups of one test function each; those of few, therefore long, cases first and smaller."""
     by_function: dict[str, list[str]] = {}
     for case in ids:
         by_function.setdefault(case.split("[")[0], []).append(case)

@@ -42,7 +42,7 @@ def test_fine():
 """
 CONFIG = """
 [tool.pytest.ini_options]
-addopts = "-m 'not gpu'"
+addopts = "-q -m 'not gpu'"
 markers = ["gpu: x"]
 filterwarnings = ["error"]
 """

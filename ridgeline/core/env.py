@@ -5,6 +5,8 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
+RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, lengths) on the GPU,
+                       where the host does not look at them, and trap on a wrong one
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
@@ -94,3 +96,8 @@ def quiet_profiler() -> None:
 def triton_interpreted() -> bool:
     """True where Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")
+
+
+def kernel_debug() -> bool:
+    """True where kernels check the values of index tensors on the device (RIDGELINE_DEBUG=1)."""
+    return os.environ.get("RIDGELINE_DEBUG", "0") not in ("", "0", "false")

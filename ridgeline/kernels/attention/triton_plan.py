@@ -302,7 +302,7 @@ def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
         kernel=list_tiles,
         grid=(x.batch + 1, 1, 1),
         args=(entries, own, other, x.batch, rows, capacity, block, kind, lanes),
-        options={"num_warps": 2},
+        options={"num_warps": 2, **debug_options()},
     )
     other_bytes = (x.seqlen_k if side == "q" else x.seqlen_q) * x.q.element_size()
     other_bytes *= x.q.shape[-1] + x.v.shape[-1]
@@ -346,6 +346,7 @@ def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
         batch=x.batch,
         rows_q=x.q.shape[1],
         rows_k=x.k.shape[1],
+        stores_k=x.k.shape[0] if env.kernel_debug() else 0,
         seqlen_q=x.seqlen_q,
         seqlen_k=x.seqlen_k,
         left=options.window_left or 0,
@@ -419,7 +420,13 @@ def seeds_of(extras: AttentionExtras) -> tuple[int, int]:
 
 def launch_options(tile: TileConfig) -> dict[str, Any]:
     """Triton's compile options of a tile."""
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **debug_options()}
+
+
+def debug_options() -> dict[str, Any]:
+    """In debug mode: assertions on the device are compiled in. Those on overflow are not: random
+    words wrap."""
+    return {"debug": True, "sanitize_overflow": False} if env.kernel_debug() else {}
 
 
 def interpreted() -> bool:
