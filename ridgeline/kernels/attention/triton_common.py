@@ -151,7 +151,7 @@ def sequence(c, b):
         T = tl.where(inside, T, 0)
     if c.used_k is not None:
         T = tl.load(c.used_k + b, mask=inside, other=0).to(tl.int32)
-        fits = (T >= 0) & (T <= capacity)
+        fits = (T >= 0) & (T <= capacity) | (b >= c.batch)
         tl.device_assert(fits, "attention: seqused_k or cache_seqlens must be a prefix's length")
     pad = tl.cast(0, tl.int32)
     if c.pad_k is not None:
