@@ -15,7 +15,7 @@ from . import cases, descriptors
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from .test_triton_compile import config, launches, plan
+from .test_triton_compile import SM90, config, kernels, launches, plan
 
 KINDS = {
     "dense": {},
@@ -38,7 +38,13 @@ def compiled(dims, kind):
     a = cases.build(case).arguments
     x = plan.inputs_of(a.q, a.k, a.v, a.options(), a.extras())
     without = ("list_tiles", "attention_rows", "attention_merge")
-    for launch in launches(x):
+    problem = plan.problem_of(x, "fwd")
+    if x.paged and not config.takes_decode(problem):  # forward only
+        results = kernels.forward_outputs(x)
+        found = kernels.plan_forward(x, *results, config.forward_tile(problem, SM90))
+    else:
+        found = launches(x)
+    for launch in found:
         if launch.kernel.__name__ not in without:
             yield launch.kernel.__name__, plan.compile_for(launch)
 
@@ -67,8 +73,7 @@ def test_two_modes_are_seen(monkeypatch):
     narrow = (64, 32)
     monkeypatch.setattr(plan, "block_dims", lambda problem: narrow)
     monkeypatch.setattr(config, "block_dims", lambda problem: narrow)
-    kernels = dict(compiled((40, 24), "paged"))
-    kernel = kernels["attention_fwd"]
+    kernel = dict(compiled((40, 24), "paged"))["attention_fwd"]
     [modes] = descriptors.shared_by_modes(kernel.asm["ptx"]).values()
     assert len(modes) == 2
     if plan.triton.__version__.startswith("3.6."):  # its ptxas 12.8
