@@ -5,6 +5,8 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
+RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
+                       (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
@@ -45,6 +47,11 @@ def child_environment(**changes: str) -> dict[str, str]:
 def impl_override(op: str) -> str | None:
     """The implementation that the environment asks for, or None."""
     return os.environ.get(f"RIDGELINE_IMPL_{op.upper()}") or None
+
+
+def unverified() -> bool:
+    """Whether kernels that have not run on hardware yet may be taken."""
+    return os.environ.get("RIDGELINE_UNVERIFIED", "0") not in ("", "0", "false")
 
 
 def rank() -> int:

@@ -27,8 +27,7 @@ from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.backward_rows import Rows
-from ridgeline.kernels.attention.cute.backward_types import Globals, Layouts, Scalars, Work
-from ridgeline.kernels.attention.cute.forward import one_stage
+from ridgeline.kernels.attention.cute.backward_types import Globals, Layouts, Scalars
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.roles_keys import RoleKeys
@@ -172,9 +171,7 @@ class BackwardByRoles(Backward):
 
         sQ, sdO, sK, sV = (tensor(x) for x in (layouts.q, layouts.do, layouts.k, layouts.v))
         sdS = tensor(layouts.ds)
-        sP = smem.allocate_tensor(
-            Int32, cute.make_layout(WORDS * 4 * WARPGROUP_THREADS), 128
-        )
+        sP = smem.allocate_tensor(Int32, cute.make_layout(WORDS * 4 * WARPGROUP_THREADS), 128)
         q_ring = Ring(barriers, cfg.stages)
         do_ring = Ring(barriers + 2 * cfg.stages, cfg.do_stages)
         p_ring = Ring(barriers + 2 * (cfg.stages + cfg.do_stages), 1)

@@ -97,9 +97,7 @@ class RoleKeys(Role):
         shared.p_ring.wait_empty(num_steps)
         target = shared.sdO[None, None, 0]
         mma = self.products.sums(self.traits.head_dim_v)
-        self.store_tile(
-            mma, c.sum, target, tensors.tma_dv, tensors.mdV, work, shared.rank, SCORES
-        )
+        self.store_tile(mma, c.sum, target, tensors.tma_dv, tensors.mdV, work, shared.rank, SCORES)
 
     @cute.jit
     def _mask(self, scalars: Scalars, work: Work, rank: Int32) -> KeyMask:

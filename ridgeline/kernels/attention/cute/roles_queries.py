@@ -107,9 +107,7 @@ class RoleQueries(Queries, Role):
                 cute.group_modes(shared.sK, 0, 2),
                 cute.group_modes(tile, 0, 2),
             )
-            cute.copy(
-                tensors.tma_k, in_global, in_shared[None, w], tma_bar_ptr=shared.kv_barrier
-            )
+            cute.copy(tensors.tma_k, in_global, in_shared[None, w], tma_bar_ptr=shared.kv_barrier)
         tile = cute.local_tile(mV, (KEYS, dim_v), (first + shared.rank, 0))
         in_shared, in_global = cpasync.tma_partition(
             tensors.tma_v, 0, whole, cute.group_modes(shared.sV, 0, 2), cute.group_modes(tile, 0, 2)
