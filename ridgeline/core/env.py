@@ -7,6 +7,8 @@ RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_A
                        an explicit `impl=` argument beats it, it beats the heuristic
 RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, lengths) on the GPU,
                        where the host does not look at them, and trap on a wrong one
+RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
+                       (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
@@ -47,6 +49,11 @@ def child_environment(**changes: str) -> dict[str, str]:
 def impl_override(op: str) -> str | None:
     """The implementation that the environment asks for, or None."""
     return os.environ.get(f"RIDGELINE_IMPL_{op.upper()}") or None
+
+
+def unverified() -> bool:
+    """Whether kernels that have not run on hardware yet may be taken."""
+    return os.environ.get("RIDGELINE_UNVERIFIED", "0") not in ("", "0", "false")
 
 
 def rank() -> int:
