@@ -118,7 +118,7 @@ class Runner:
         self.set_weights(weights)
 
     def _may_record(self, wanted: bool) -> bool:
-        alone = self.group is None  # collectives on host-side groups cannot be recorded
+        alone = self.group is None or self.group.records
         plain = self.cache.dtype != FP8 and not self.invariant
         return wanted and self.on_gpu and alone and plain
 

@@ -35,6 +35,12 @@ class Shard:
 
     rank: int = 0
     ranks: int = 1
+    device: torch.device | None = None
+    """Where its parts go; None: they stay where the model is."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on this rank's device."""
+        return tensor if self.device is None else tensor.to(self.device)
 
     def split(self, name: str, size: int) -> slice:
         """This rank's equal part of a dimension. Raises: ValueError where it does not divide."""
@@ -166,14 +172,14 @@ def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = 
     shard.split("num_kv_heads", config.num_kv_heads)
     assert model.model.embed_tokens is not None and model.model.norm is not None
     assert model.lm_head is not None
-    table = model.model.embed_tokens.weight.detach()
-    head = _vocabulary_slice(model.lm_head.weight.detach(), shard)
+    table = shard.place(model.model.embed_tokens.weight.detach())
+    head = shard.place(_vocabulary_slice(model.lm_head.weight.detach(), shard))
     return Weights(
         config=config,
         shard=shard,
         embedding_VC=table,
         layers=tuple(_layer(model, index, shard, invariant) for index in range(config.num_layers)),
-        norm=model.model.norm.weight.detach(),
+        norm=shard.place(model.model.norm.weight.detach()),
         head=Dense(head, None, invariant),
         dtype=model.model.norm.weight.dtype,
         device=table.device,
@@ -197,17 +203,21 @@ def _layer(model: Decoder, index: int, shard: Shard, invariant: bool) -> LayerWe
     gate_up, gated = _joined([mlp.gate_proj, mlp.up_proj], shard, invariant, silu_mul=True)
     qkv, _ = _joined([attention.q_proj, attention.k_proj, attention.v_proj], shard, invariant)
     return LayerWeights(
-        input_norm=block.input_layernorm.weight.detach(),
+        input_norm=shard.place(block.input_layernorm.weight.detach()),
         qkv=qkv,
-        q_norm=None if attention.q_norm is None else attention.q_norm.weight.detach(),
-        k_norm=None if attention.k_norm is None else attention.k_norm.weight.detach(),
+        q_norm=_placed(attention.q_norm, shard),
+        k_norm=_placed(attention.k_norm, shard),
         out=_row(attention.o_proj, shard, invariant),
-        mlp_norm=block.post_attention_layernorm.weight.detach(),
+        mlp_norm=shard.place(block.post_attention_layernorm.weight.detach()),
         gate_up=gate_up,
         gated=gated,
         down=_row(mlp.down_proj, shard, invariant),
         window=model.config.window(index),
     )
+
+
+def _placed(norm: nn.RMSNorm | None, shard: Shard) -> torch.Tensor | None:
+    return None if norm is None else shard.place(norm.weight.detach())
 
 
 def _joined(
@@ -225,8 +235,9 @@ def _joined_dense(modules: list[nn.Module], shard: Shard, invariant: bool) -> De
     parts = [module for module in modules if isinstance(module, nn.Linear)]
     rows = [shard.split("its outputs", part.out_features) for part in parts]
     weights = [part.weight.detach()[row] for part, row in zip(parts, rows, strict=True)]
-    joined_NK = torch.cat(weights)
-    biases = [p.bias.detach()[r] for p, r in zip(parts, rows, strict=True) if p.bias is not None]
+    joined_NK = shard.place(torch.cat(weights))
+    held = [(part.bias, row) for part, row in zip(parts, rows, strict=True)]
+    biases = [shard.place(bias.detach()[row]) for bias, row in held if bias is not None]
     if shard.ranks == 1:
         for part, view in zip(parts, joined_NK.split([len(w) for w in weights]), strict=True):
             part.weight = nn.Parameter(view, requires_grad=part.weight.requires_grad)
@@ -248,7 +259,10 @@ def _joined_packed(
 
 
 def _own(module: QuantizedLinear, axis: str, shard: Shard) -> QuantizedLinear:
-    return module if shard.ranks == 1 else module.shard(axis, shard.rank, shard.ranks)
+    if shard.ranks == 1:
+        return module
+    mine = module.shard(axis, shard.rank, shard.ranks)
+    return mine if shard.device is None else mine.to(shard.device)
 
 
 def _packed(module: QuantizedLinear, invariant: bool) -> Packed:
@@ -261,8 +275,8 @@ def _column(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
         return _packed(_own(module, "column", shard), invariant)
     assert isinstance(module, nn.Linear)
     rows = shard.split("its outputs", module.out_features)
-    bias = None if module.bias is None else module.bias.detach()[rows]
-    return Dense(module.weight.detach()[rows], bias, invariant)
+    bias = None if module.bias is None else shard.place(module.bias.detach()[rows])
+    return Dense(shard.place(module.weight.detach()[rows]), bias, invariant)
 
 
 def _row(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
@@ -271,8 +285,8 @@ def _row(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
         return _packed(_own(module, "row", shard), invariant)
     assert isinstance(module, nn.Linear)
     columns = shard.split("its inputs", module.in_features)
-    bias = None if module.bias is None or shard.rank else module.bias.detach()
+    bias = None if module.bias is None or shard.rank else shard.place(module.bias.detach())
     weight_NK = module.weight.detach()
     if shard.ranks > 1:
-        weight_NK = weight_NK[:, columns].contiguous()
+        weight_NK = shard.place(weight_NK[:, columns].contiguous())
     return Dense(weight_NK, bias, invariant)
