@@ -10,7 +10,7 @@ feed-forward columns r, the matching rows of the projections back, and a slice o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.logits import wide_logits
 from ridgeline.kernels.w4a16.op import decode_bytes, prepare, w4a16_linear
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.nn.config import DecoderConfig
@@ -57,14 +58,34 @@ class Dense:
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, invariant: bool):
         self.weight_NK, self.bias_N, self.invariant = weight_NK, bias_N, invariant
+        self._wide_NK: torch.Tensor | None = None
 
     def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
+        return self._tiled(x_PK, lambda tile: F.linear(tile, self.weight_NK, self.bias_N))
+
+    @property
+    def wide_is_free(self) -> bool:
+        """Whether `wide` costs no more than a call."""
+        return self.weight_NK.is_cuda or self.weight_NK.dtype.itemsize >= 4
+
+    def wide(self, x_PK: torch.Tensor) -> torch.Tensor:
+        """out in fp32, its sums never rounded (a head: no bias). A CPU widens the weight for it,
+        once, when first asked."""
+        if self.wide_is_free:
+            return self._tiled(x_PK, lambda tile: wide_logits(tile, self.weight_NK))
+        if self._wide_NK is None:
+            self._wide_NK = self.weight_NK.float()
+        wide_NK = self._wide_NK
+        return self._tiled(x_PK.float(), lambda tile: F.linear(tile, wide_NK))
+
+    def _tiled(
+        self, x_PK: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         if not self.invariant:
-            return F.linear(x_PK, self.weight_NK, self.bias_N)
+            return product(x_PK)
         rows, count = INVARIANT_ROWS[x_PK.device.type], x_PK.shape[0]
         padded = F.pad(x_PK, (0, 0, 0, -count % rows))
-        tiles = [F.linear(tile, self.weight_NK, self.bias_N) for tile in padded.split(rows)]
-        return torch.cat(tiles)[:count]
+        return torch.cat([product(tile) for tile in padded.split(rows)])[:count]
 
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""

@@ -8,6 +8,7 @@ while it is needed is noticed at once, also when nothing runs, and its reason is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -90,16 +91,14 @@ class Workers:
         process = subprocess.Popen(
             [sys.executable, "-m", "ridgeline.engine.tp_worker"],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for rank 0, which lets the others go
         )
         self.processes.append(process)
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed below
             process.stdin.write(pack_order(order))
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its end is noticed below
         watching = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
         watching.start()
 
