@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.engine.device_forward import DeviceForward, RowForward
+from ridgeline.engine.device_forward import RowForward
+from ridgeline.engine.forward import Forward
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Recorded:
     logits: torch.Tensor
     tokens: torch.Tensor | None
     """The likeliest ones, int64 [size]; None at sizes that are not started ahead."""
-    forward: DeviceForward
+    forward: Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class DecodeGraphs:
             host[row, NUMBERS] = cache.num_pages
         self.device[:size].copy_(self.host[:size], non_blocking=True)
 
-    def _step(self, size: int, forward: DeviceForward) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _step(self, size: int, forward: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
         numbers = self.device[:size]
         batch = DeviceBatch(
             slots_P=numbers[:, 2].contiguous(),
@@ -215,7 +216,7 @@ class DecodeGraphs:
         self.device.copy_(kept)
         return statistics.median(times)
 
-    def _record(self, size: int, forward: DeviceForward) -> Recorded:
+    def _record(self, size: int, forward: Forward) -> Recorded:
         if not self.on_gpu:
             return self._plain(size, forward)
         kept = self.device.clone()
@@ -232,7 +233,7 @@ class DecodeGraphs:
         self.pool = self.pool or graph.pool()
         return Recorded(graph.replay, logits, tokens, forward)
 
-    def _plain(self, size: int, forward: DeviceForward) -> Recorded:
+    def _plain(self, size: int, forward: Forward) -> Recorded:
         """A recording without a graph: every replay is a call that writes the same tensors."""
         kept = self.device.clone()
         logits, tokens = self._step(size, forward)

@@ -409,7 +409,7 @@ class LLM:
             counters=self.counters,
         )
 
-    def _run(self, batch: StepBatch) -> torch.Tensor:
+    def _run(self, batch: StepBatch) -> torch.Tensor | list[int]:
         if self.group is None:
             return self.runner.run(batch)
         try:
