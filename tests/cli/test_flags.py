@@ -65,8 +65,8 @@ FLAGS = {
     "serve": "--model --name --host --port --api-key-file --without-key --no-without-key --dry-run "
     "--no-dry-run --dtype --device --tensor-parallel --kv-dtype --max-model-len --max-num-seqs "
     "--max-step-tokens --memory-gib --prefix-cache --no-prefix-cache --batch-invariant "
-    "--no-batch-invariant --speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests --max-queue-tokens "
-    "--deadline-s --drain-s --watch --reload-root",
+    "--no-batch-invariant --speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests "
+    "--max-queue-tokens --deadline-s --drain-s --watch --reload-root",
     "bench serve": "--url --model --requests --rate --concurrency --input-tokens --output-tokens "
     "--lengths --spread --prefix-tokens --prefix-groups --temperature --warmup --seed --vocab-size "
     "--out",
