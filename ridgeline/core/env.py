@@ -11,13 +11,15 @@ RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
                        (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
-TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
-                       quiet_profiler)
+TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   PyTorch's own and
+                       its libraries', set where they are not (record_collectives, quiet_profiler,
+                       stay_on_loopback)
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -86,6 +88,14 @@ def join_ranks(rank: int, size: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def stay_on_loopback() -> None:
+    """Let processes of one machine talk over its loopback interface alone; to be called before
+    their process group is made."""
+    if sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def record_collectives(count: int = 512) -> None:
