@@ -19,8 +19,8 @@ import torch.distributed as dist
 def global_norm(gradients: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     """2-norm of the whole gradient, an fp32 scalar, the same on every rank.
 
-    gradients: this rank's parts; weights: fp32, 1 / (ranks that hold each part), on the device: made
-    once, since a copy from the host would wait for all that is queued. A collective.
+    gradients: this rank's parts; weights: fp32, 1 / (ranks that hold each part), on the device:
+    made once, since a copy from the host would wait for all that is queued. A collective.
     """
     total = torch.zeros((), device=weights.device, dtype=torch.float32)
     if gradients:

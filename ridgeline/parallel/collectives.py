@@ -57,8 +57,8 @@ def reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 
 def _first(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A dim brought to the front: a view where only dims of size 1 lie before it, and a mere reshape
-    then, since that is what a compiler sees through to the product beside the collective."""
+    """A dim brought to the front: a view where only dims of size 1 lie before it, and a mere
+    reshape then: what a compiler sees through to the product beside the collective."""
     if all(size == 1 for size in x.shape[:dim]):
         return x.reshape(x.shape[dim:]).contiguous()
     return x.movedim(dim, 0).contiguous()

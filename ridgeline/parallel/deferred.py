@@ -52,9 +52,7 @@ class Deferred:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: Deferred
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: Deferred) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.queue = weight, queue
         return F.linear(x, weight)

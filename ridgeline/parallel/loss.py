@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.cross_entropy.op import statistics, to_gradient
 from ridgeline.parallel.collectives import Group, all_reduce
 
 IGNORE = -100
@@ -87,36 +88,16 @@ def linear_cross_entropy(
     return loss, (targets_P != IGNORE).sum()
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Losses of some tokens and what d logits is made of."""
-
-    losses: torch.Tensor
-    logsumexp: torch.Tensor
-    """[n, 1]."""
-    column: torch.Tensor
-    """[n, 1], the target's column of these logits (0 where it is not here)."""
-    here: torch.Tensor
-    """[n], whether the target's logit is among these."""
-
-
-def _chunk_losses(
-    logits: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor, part: VocabPart | None
-) -> _Chunk:
-    if part is None:
-        column = torch.where(valid, targets, 0)[:, None]
-        logsumexp = torch.logsumexp(logits, dim=1, keepdim=True)
-        losses = (logsumexp - logits.gather(1, column)).squeeze(1)
-        return _Chunk(losses, logsumexp, column, valid)
-    local = targets - part.start
-    here = valid & (local >= 0) & (local < logits.shape[1])
-    column = torch.where(here, local, 0)[:, None]
-    largest = all_reduce(logits.amax(dim=1), part.group, "max")
-    total = (logits - largest[:, None]).exp_().sum(dim=1)
-    target_logit = torch.where(here, logits.gather(1, column).squeeze(1), 0.0)
-    total, target_logit = all_reduce(torch.stack((total, target_logit)), part.group)
-    logsumexp = largest + total.log()
-    return _Chunk(logsumexp - target_logit, logsumexp[:, None], column, here)
+def _reduced(
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor], part: VocabPart | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logsumexp, the target's logit) of each token over the whole vocabulary."""
+    largest, total, target = found
+    if part is not None:
+        here, largest = largest, all_reduce(largest, part.group, "max")
+        total = total * (here - largest).exp()
+        total, target = all_reduce(torch.stack((total, target)), part.group)
+    return largest + total.log(), target
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -140,14 +121,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x, targets = x_PC[rows], targets_P[rows]
             valid = targets != IGNORE
-            logits = (x @ weight_VC.T).to(wide)
-            found = _chunk_losses(logits, targets, valid, part)
-            loss += torch.where(valid, found.losses, 0.0).sum()
+            logits = x @ weight_VC.T
+            columns = targets if part is None else targets - part.start
+            columns = torch.where(valid & (columns >= 0) & (columns < len(weight_VC)), columns, -1)
+            logsumexp, target = _reduced(statistics(logits, columns), part)
+            loss += torch.where(valid, logsumexp - target, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
-            grad = logits.sub_(found.logsumexp).exp_()
-            grad.scatter_add_(1, found.column, -found.here[:, None].to(wide))
-            grad = grad.mul_(valid[:, None]).to(x.dtype)
+            grad = to_gradient(logits, logsumexp, columns, valid)
             if grad_x is not None:
                 torch.mm(grad, weight_VC, out=grad_x[rows])
             if grad_weight is not None and x.dtype == wide:

@@ -4,8 +4,8 @@
     otherwise                       parameters are copies in the compute dtype of fp32 masters
 
 The copies are made anew once a step (6 bytes an element), and each micro-batch's gradient is added
-to the master's as it is made (10 bytes), in the master's dtype: accumulation does not round to bf16.
-FSDP over one rank moves about 34 bytes an element and micro-batch for the same.
+to the master's as it is made (10 bytes), in the master's dtype: accumulation does not round to
+bf16. FSDP over one rank moves about 34 bytes an element and micro-batch for the same.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class World:
     @property
     def data_ranks(self) -> int:
         """Ranks that hold the same parameters or shards of them."""
-        return self.data_mesh.size()
+        return self.layout.dp * self.layout.cp
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of an axis (pp, tp, cp), None where it has one rank."""

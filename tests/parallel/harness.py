@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "ridgeline.parallel.verify", "tests.parallel.harness"])
 
