@@ -4,11 +4,14 @@
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --parts speed --only DP2 TP4+SP
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --device cpu --tiny --out /tmp/rows
 
+links       bandwidth of the collectives that layouts use, between all ranks
+verify      a tiny model in fp32, every layout against one process, tensor by tensor
 parity      a small model, AdamW, every layout on the same global batches; losses against data
             parallel, next to a control: data parallel with the batch in another order, which
             differs in nothing but the order of sums
 speed       one row a layout: seconds of a step (median of several), MFU under both countings over
             989 TFLOP/s, peak memory, and where the step's time goes (profiled apart)
+large       the same of a 32B shape under two layouts
 checkpoint  saved under the first layout, read under each other one, compared bit by bit
 
 Rows go to <out>/<gpu>x<N>/train.jsonl (one GPU: <out>/<gpu>), each as soon as it is measured.
@@ -31,6 +34,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,13 @@ from ridgeline.parallel import mesh, storage
 from ridgeline.parallel.layout import Layout, check_layout
 from ridgeline.parallel.mesh import World, build_world
 from ridgeline.parallel.model import ModelOptions, ParallelModel
-from ridgeline.parallel.verify import RandomBatch, random_batch, workload
+from ridgeline.parallel.verify import (
+    RandomBatch,
+    agree_on_failure,
+    compare,
+    random_batch,
+    workload,
+)
 from ridgeline.train.checkpoint import run_state
 from ridgeline.train.config import LogConfig, OptimConfig
 from ridgeline.train.optim import PartOptimizer
@@ -149,12 +159,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
-    parts = ("parity", "speed", "checkpoint")
+    parts = ("links", "verify", "parity", "speed", "large", "checkpoint")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--only", nargs="+", default=(), help="layouts by their printed name")
     parser.add_argument("--model", choices=sorted(PRESETS), default="llama-8b")
     parser.add_argument("--seqlen", type=int, default=8192)
-    parser.add_argument("--large", action="store_true", help="also a 32B shape at 4,096 tokens")
     parser.add_argument(
         "--checkpointing",
         choices=RECOMPUTED,
@@ -261,6 +270,67 @@ def options(layout: Layout, seqlen: int, samples: int, master: str = "float32") 
         compute_dtype=torch.bfloat16,
         master_dtype=getattr(torch, master),
     )
+
+
+# ---- links and exactness -----------------------------------------------------------------------
+
+
+def links(run: Run) -> None:
+    """One row: GB/s a rank moves in each collective, counted as in a ring (n - 1 of n parts)."""
+    count = 2**12 if run.args.tiny else 2**26
+    whole = torch.ones(count * run.ranks, dtype=torch.bfloat16, device=run.device)
+    piece, share = whole[:count].clone(), 2 * count * (run.ranks - 1)
+    peer, source = (dist.get_rank() + 1) % run.ranks, (dist.get_rank() - 1) % run.ranks
+
+    def ring() -> None:
+        pair = (dist.P2POp(dist.isend, piece, peer), dist.P2POp(dist.irecv, whole[:count], source))
+        for work in dist.batch_isend_irecv(list(pair)):
+            work.wait()
+
+    moves: dict[str, tuple[Callable[[], Any], float]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole), 2 * share),
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, piece), share),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(piece, whole), share),
+        "send_recv": (ring, 2 * count),
+    }
+    rates: dict[str, float] = {}
+    for name, (move, moved_bytes) in moves.items():
+        run.phase()
+        move()
+        run.wait()
+        start = time.perf_counter()
+        for _ in range(1 if run.args.tiny else 10):
+            move()
+        run.wait()
+        rates[name] = moved_bytes * (1 if run.args.tiny else 10) / (time.perf_counter() - start)
+        whole.fill_(1.0)
+    told = {name: round(rate / 1e9, 3) for name, rate in rates.items()}
+    run.say(f"links: GB/s a rank {told}")
+    run.write({"model": "links", "links_gbps": told, "bytes": 2 * count * run.ranks})
+
+
+def verify(run: Run) -> None:
+    """Every layout in fp32 against a plain decoder: loss, norm, each gradient, each weight."""
+    split = [Layout(pp=2, num_microbatches=4, schedule=name) for name in ("zero_bubble", "zbv")]
+    for layout in parity_layouts(run.ranks) + (split if run.ranks == 2 else []):
+        if not run.wanted(layout):
+            continue
+        run.phase(run.args.build_s)
+        seqlen, samples = 16 * run.ranks, layout.num_microbatches or 1
+        shape = replace(TINY, num_heads=2 * run.ranks, num_kv_heads=run.ranks)
+        shape = replace(shape, hidden_size=shape.num_heads * shape.head_dim)
+        world = build_world(layout, run.device)
+        build = replace(options(layout, seqlen, 2), compute_dtype=torch.float32)
+        model = ParallelModel(shape, world, build)
+        report = compare(model, batch_samples=2 * samples * layout.dp, steps=2, tolerance=1e-4)
+        if report is not None:
+            worst = f"{report.worst.error:.1e} ({report.worst.name}, step {report.worst.step})"
+            run.say(f"verify: {layout.describe():32} {worst} {'ok' if report.ok else 'DIFFERS'}")
+            row = {"error": report.worst.error, "tensor": report.worst.name, "ok": report.ok}
+            run.write({"model": "verify", "layout": asdict(layout), "verify": row})
+        if not agree_on_failure(report is None or report.ok):
+            run.failures.append(f"verify {layout.describe()}")
+        run.free(world)
 
 
 # ---- parity ------------------------------------------------------------------------------------
@@ -533,23 +603,31 @@ def speed_row(
     }
 
 
-def speed(run: Run) -> None:
-    """All layouts of the model, then two of a 32B shape."""
-    args = run.args
-    shape, seqlen = (TINY, 64) if args.tiny else (PRESETS[args.model], args.seqlen)
-    layouts = speed_layouts(run.ranks, run.cuda)
+def asked_layouts(run: Run) -> list[Layout]:
+    """The layouts to time, as the flags change them."""
+    args, layouts = run.args, speed_layouts(run.ranks, run.cuda)
     if args.microbatches:
         layouts = [replace(x, num_microbatches=args.microbatches) for x in layouts]
     if args.async_tp:
         layouts = [replace(x, async_tp=True) for x in layouts if x.sequence_parallel]
-    for layout in layouts:
-        if run.wanted(layout):
-            time_layout(run, layout, shape, seqlen, "tiny" if args.tiny else args.model)
-    if args.large:
-        large, seqlen = (TINY, 32) if args.tiny else (LLAMA_32B, 4096)
-        for layout in layouts[:1] + layouts[-1:]:
-            if run.wanted(layout) or args.tiny:
-                time_layout(run, layout, large, seqlen, "tiny-32b" if args.tiny else "32b")
+    return layouts
+
+
+def speed(run: Run) -> None:
+    """All layouts of the model."""
+    args = run.args
+    name = "tiny" if args.tiny else args.model
+    shape, seqlen = (TINY, 64) if args.tiny else (PRESETS[args.model], args.seqlen)
+    for layout in filter(run.wanted, asked_layouts(run)):
+        time_layout(run, layout, shape, seqlen, name)
+
+
+def large(run: Run) -> None:
+    """A 32B shape under the two layouts that promise most: sharded state, and what talks least."""
+    layouts = asked_layouts(run)
+    shape, seqlen = (TINY, 32) if run.args.tiny else (LLAMA_32B, 4096)
+    for layout in layouts[:1] + layouts[-1:]:
+        time_layout(run, layout, shape, seqlen, "tiny-32b" if run.args.tiny else "32b")
 
 
 # ---- checkpoint --------------------------------------------------------------------------------
@@ -650,9 +728,9 @@ def run_all(args: argparse.Namespace, device: torch.device) -> list[str]:
     """All parts; returns what failed."""
     env.quiet_profiler()
     run = Run(args, device)
-    for part, function in (("parity", parity), ("speed", speed), ("checkpoint", checkpoint)):
-        if part in args.parts:
-            function(run)
+    for part in (links, verify, parity, speed, large, checkpoint):
+        if part.__name__ in args.parts:
+            part(run)
     return run.failures
 
 

@@ -27,7 +27,7 @@ from tests.parallel.harness import run_ranks
 
 
 def _run(rank: int, out: str) -> list[str]:
-    flags = ["--device", "cpu", "--tiny", "--steps", "1", "--large", "--out", out]
+    flags = ["--device", "cpu", "--tiny", "--steps", "1", "--out", out]
     flags += ["--commit", "abc", "--only", "DP2 (ZeRO-3)", "PP2 (1f1b)"]
     return run_all(arguments(flags), torch.device("cpu"))
 
@@ -41,6 +41,9 @@ def test_every_part_runs_and_writes_its_rows(tmp_path):
     parity = [row for row in rows if "parity" in row]
     speed = [row for row in rows if "median_us" in row]
     checkpoint = [row for row in rows if "checkpoint" in row]
+    verified = [row["verify"] for row in rows if "verify" in row]
+    assert len(verified) == 1 and verified[0]["ok"] and verified[0]["error"] < 1e-5
+    assert [min(row["links_gbps"].values()) > 0 for row in rows if "links_gbps" in row] == [True]
     assert len(parity) == 1 and parity[0]["parity"]["ok"]
     assert len(speed) == 2 + 2 and len(checkpoint) == 1
     assert checkpoint[0]["checkpoint"]["equal"]
