@@ -19,61 +19,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.errors import UserError
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.grid import GridSpec, group_view, range_params
 from ridgeline.kernels.gptq_columns import op as columns_op
+from ridgeline.quant.options import GPTQOptions
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
 _HESSIAN_STRIPS, _LEAST_STRIP = 4, 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTQOptions:
-    """How one layer is solved."""
-
-    order: str = "static"
-    """natural: columns as stored; static: by descending diagonal of H with groups kept as stored
-    (no cost at run time); activation: by descending diagonal with groups along that order (g_idx in
-    the file, "desc_act")."""
-    damping: float = 0.02
-    """Added to the diagonal of H, as a fraction of its mean. Range (0, 1]."""
-    damping_step: float = 0.01
-    """Added to the fraction whenever the factorization fails; each raise is reported."""
-    damping_limit: float = 1.0
-    """Where raising stops and the layer is refused."""
-    block: int = 128
-    """Columns between two updates of the rest."""
-    clip_search: bool = True
-    """Choose each group's scale for least weighted rounding error instead of its extremes."""
-    refits: int = 0
-    """Times that scales are fitted to the codes in the metric H and the columns solved again
-    (static and natural order only)."""
-
-    def __post_init__(self) -> None:
-        if self.order not in ("natural", "static", "activation"):
-            raise bad_value(
-                "gptq",
-                "order",
-                "be natural, static or activation",
-                repr(self.order),
-                "choose one of these",
-            )
-        if not 0.0 < self.damping <= 1.0:
-            raise bad_value("gptq", "damping", "lie in (0, 1]", self.damping, "0.02 is usual")
-        if self.damping_step <= 0.0 or self.damping_limit < self.damping:
-            raise bad_value(
-                "gptq",
-                "damping_limit",
-                "be at least damping, with a positive step",
-                (self.damping_limit, self.damping_step),
-                "keep the defaults",
-            )
-        if self.block < 1:
-            raise bad_value("gptq", "block", "be at least 1", self.block, "128 is usual")
-        if self.refits < 0:
-            raise bad_value("gptq", "refits", "be 0 or more", self.refits, "0 or 1 is usual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

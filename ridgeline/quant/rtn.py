@@ -12,9 +12,11 @@ import torch
 
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
-from ridgeline.formats.grid import GridSpec, group_view, quantize_rtn, quantize_with
+from ridgeline.formats.grid import GridSpec, quantize_with
 from ridgeline.quant.gptq import LayerReport, check_inputs, check_weights, output_error
-from ridgeline.quant.scales import fit_clipped_params
+from ridgeline.quant.scales import JointRanges
+
+SWEEPS = 3
 
 
 def quantize_layer_rtn(w_NK: torch.Tensor, layout: WeightFormat) -> QuantizedWeight:
@@ -38,15 +40,14 @@ def quantize_layers_clipped(
     """
     check_weights(weights, name)
     check_inputs(hessian_KK, name)
-    blocks_RGG = _diagonal_blocks(hessian_KK, group_size)
     results = []
     for w_NK, clip in zip(weights, clipped, strict=True):
         w_NK = w_NK.float()
-        if clip:
-            params = fit_clipped_params(group_view(w_NK, group_size), blocks_RGG, spec)
-            weight = quantize_with(w_NK, *params, spec, group_size)
-        else:
-            weight = quantize_rtn(w_NK, spec, group_size)
+        ranges = JointRanges(w_NK, hessian_KK, group_size, spec, clips=clip)
+        for sweep in range(SWEEPS):
+            ranges.sweep(neighbours=sweep > 0)
+        scale_NR, zero_NR = ranges.scale_RN.T.contiguous(), ranges.zero_RN.T.contiguous()
+        weight = quantize_with(w_NK, scale_NR, zero_NR, spec, group_size)
         loss, relative = output_error(w_NK, weight.dequantize(), hessian_KK)
         report = LayerReport(
             loss=loss,
@@ -57,15 +58,3 @@ def quantize_layers_clipped(
         )
         results.append((weight, report))
     return results
-
-
-def _diagonal_blocks(hessian_KK: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[R, g, g]; a short last group is filled with zeros."""
-    K = len(hessian_KK)
-    R = -(-K // group_size)
-    blocks = hessian_KK.new_zeros(R, group_size, group_size)
-    for r in range(R):
-        part = slice(r * group_size, min((r + 1) * group_size, K))
-        held = hessian_KK[part, part]
-        blocks[r, : len(held), : len(held)] = held
-    return blocks
