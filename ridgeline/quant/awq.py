@@ -29,7 +29,8 @@ from ridgeline.quant.batches import Batch, run_batch
 from ridgeline.quant.options import AWQOptions
 
 _SMALLEST = 1e-4
-JUDGE_SHRINK = 1.0
+_JUDGED_RANGE = 0.9
+"""Of the plain range, in which candidates are rounded: near what the search for ranges takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +321,7 @@ def _reduced(fold: ScaleFold, x_K: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(w_RGN: torch.Tensor, scale_K: torch.Tensor | None, spec: GridSpec) -> torch.Tensor:
-    """Q(W s) / s in ranges JUDGE_SHRINK times the plain ones, fp32."""
+    """Q(W s) / s in ranges _JUDGED_RANGE times the plain ones, fp32."""
     R, G, _ = w_RGN.shape
     by = None
     if scale_K is not None:
@@ -328,7 +329,7 @@ def _rounded(w_RGN: torch.Tensor, scale_K: torch.Tensor | None, spec: GridSpec) 
         by = torch.cat([scale_K, scale_K[-1:].expand(short)]).view(R, G, 1)
     wide = w_RGN if by is None else w_RGN * by
     low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
-    scale, zero = range_params(low * JUDGE_SHRINK, high * JUDGE_SHRINK, spec)
+    scale, zero = range_params(low * _JUDGED_RANGE, high * _JUDGED_RANGE, spec)
     code = (wide / scale).round_()
     torch.clamp(code, -zero, spec.max_code - zero, out=code)
     code.mul_(scale)

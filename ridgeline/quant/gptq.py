@@ -27,7 +27,9 @@ from ridgeline.quant.options import GPTQOptions
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
-_HESSIAN_STRIPS, _LEAST_STRIP = 4, 128
+_HESSIAN_STRIPS, _LEAST_STRIP = 6, 128
+_PART = 32
+"""Columns of a block that are brought up to date one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,20 +299,29 @@ class _Solver:
     def _solve_block(
         self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int
     ) -> torch.Tensor:
-        """The columns of one block in turn; their errors over U_kk."""
+        """The columns of one block in turn; their errors over U_kk.
+
+        Where groups are known, the errors of every _PART columns are taken from the rest of the
+        block at once, so that a column collects those of its own part only.
+        """
         max_code = self.spec.max_code
         error_BN = torch.empty_like(work_KN[start:stop])
+        upper_BB = self.factor.upper_KK[start:stop, start:stop]
+        first = 0
         # Row j holds U[start + i, start + j] for i < j: what column j takes of earlier errors.
-        taken_BB = self.factor.upper_KK[start:stop, start:stop].T.contiguous()
+        taken_BB = upper_BB.T.contiguous()
         pivots = taken_BB.diagonal().tolist()
         groups = self.step_group_K[start:stop].tolist()
         for j, group in enumerate(groups):
             step = start + j
             if not self.known and step % self.group_size == 0:
                 self._set_group(work_KN, error_BN[:j], start, step)
+            if self.known and j - first == _PART:
+                work_KN[step:stop].addmm_(upper_BB[first:j, j:].T, error_BN[first:j], alpha=-1)
+                first = j
             w_N = work_KN[step]
-            if j:
-                w_N = torch.addmv(w_N, error_BN[:j].T, taken_BB[j, :j], alpha=-1)
+            if j > first:
+                w_N = torch.addmv(w_N, error_BN[first:j].T, taken_BB[j, first:j], alpha=-1)
             scale_N, zero_N = self.scale_RN[group], self.zero_RN[group]
             signed_N = signed_KN[step]
             torch.div(w_N, scale_N, out=signed_N)

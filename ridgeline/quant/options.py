@@ -64,7 +64,7 @@ class AWQOptions:
 
     grid: int = 20
     """Values of r, from 0 to 1 - 1 / grid, tried in either form of s. Range 1 or more."""
-    search_tokens: int = 256
+    search_tokens: int = 128
     """Tokens that every candidate is measured on, at least (whole sequences for attention)."""
     clip: bool = True
     """Search ranges narrower than the extremes (awq alone; q and k keep theirs)."""
@@ -73,7 +73,7 @@ class AWQOptions:
         if self.grid < 1:
             raise bad_value("awq", "grid", "be at least 1", self.grid, "20 is usual")
         if self.search_tokens < 1:
-            raise bad_value("awq", "search_tokens", "be at least 1", self.search_tokens, "e.g. 256")
+            raise bad_value("awq", "search_tokens", "be at least 1", self.search_tokens, "e.g. 128")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

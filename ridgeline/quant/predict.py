@@ -18,9 +18,9 @@ from ridgeline.formats.base import QuantizedWeight
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import weight_bytes
 
-_HESSIAN_SHARE = 0.625
-"""Of the full product that Hessian.add computes in four strips."""
-_GPTQ_CANDIDATES, _PASSES = 15, 9
+_HESSIAN_SHARE = 0.58
+"""Of the full product that Hessian.add computes in six strips."""
+_CANDIDATES, _PASSES = {"gptq": 15, "clip": 20}, 7
 """Ranges tried for a group, and elementwise passes over the weight each."""
 _COLUMN_S = {"cpu": 6e-5, "cuda": 2e-6}
 _PROCESS_BYTES = 450e6
@@ -165,8 +165,9 @@ def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
     waiting = solving = 0.0
     for group in shape.groups:
         k, n = group[0][1], sum(n for n, _ in group)
-        # The block's inputs are held by the caller, its residual stream and the layer's input here.
-        waiting = max(waiting, shape.itemsize * shape.tokens * (2 * shape.width + k))
+        # Held for every batch: the block's inputs, its residual stream, what the attention or the
+        # MLP was called with, and the layer's input.
+        waiting = max(waiting, shape.itemsize * shape.tokens * (3 * shape.width + k))
         solving = max(solving, 8 * k * k + 6 * 4 * k * k + 8 * 4 * n * k)
     widest = max(k for group in shape.groups for _, k in group)
     forward = shape.itemsize * shape.batch_tokens * (4 * shape.width + 3 * widest)
@@ -184,7 +185,7 @@ def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> floa
         return flops / rates.flops + elements / rates.elements
     squares = sum(group[0][1] ** 2 for group in shape.groups)
     flops += shape.blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
-    elements += shape.blocks * weights * _GPTQ_CANDIDATES * _PASSES
+    elements += shape.blocks * weights * _CANDIDATES[recipe.solver] * _PASSES
     if recipe.solver == "gptq":
         cubes = sum(group[0][1] ** 3 for group in shape.groups)
         stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)

@@ -2,8 +2,8 @@
 
 Symmetric scale absmax / (2^(bits-1) - 1/2), asymmetric (max - min) / (2^bits - 1) with a whole zero
 point. `quantize_layer_rtn` takes the plain range, no calibration: the baseline.
-`quantize_layers_clipped` searches narrower ranges by the error they leave in the output: AWQ's last
-step.
+`quantize_layers_clipped` searches ranges, all groups of a layer together, by the error they leave
+in its output: AWQ's last step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ridgeline.formats.grid import GridSpec, quantize_with
 from ridgeline.quant.gptq import LayerReport, check_inputs, check_weights, output_error
 from ridgeline.quant.scales import JointRanges
 
-SWEEPS = 3
+_SWEEPS = 2
 
 
 def quantize_layer_rtn(w_NK: torch.Tensor, layout: WeightFormat) -> QuantizedWeight:
@@ -33,9 +33,10 @@ def quantize_layers_clipped(
     *,
     name: str = "layer",
 ) -> list[tuple[QuantizedWeight, LayerReport]]:
-    """Round layers that share an input, each with searched ranges or with plain ones.
+    """Round layers that share an input, each in searched ranges.
 
-    Shapes: weights [N_i, K]; hessian [K, K], mean over tokens of x x^T; clipped: one flag a layer.
+    Shapes: weights [N_i, K]; hessian [K, K], mean over tokens of x x^T; clipped: one flag a layer,
+    whether its ranges may cut values off.
     Raises: UserError for a weight or an input that is not finite.
     """
     check_weights(weights, name)
@@ -44,7 +45,7 @@ def quantize_layers_clipped(
     for w_NK, clip in zip(weights, clipped, strict=True):
         w_NK = w_NK.float()
         ranges = JointRanges(w_NK, hessian_KK, group_size, spec, clips=clip)
-        for sweep in range(SWEEPS):
+        for sweep in range(_SWEEPS):
             ranges.sweep(neighbours=sweep > 0)
         scale_NR, zero_NR = ranges.scale_RN.T.contiguous(), ranges.zero_RN.T.contiguous()
         weight = quantize_with(w_NK, scale_NR, zero_NR, spec, group_size)

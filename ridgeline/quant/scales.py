@@ -11,8 +11,10 @@ from ridgeline.formats.grid import GridSpec, group_view, range_params
 
 _RATIOS = tuple(1.12 - 0.04 * step for step in range(14))
 """Of the plain range; above 1 the extreme moves off the last code, below it is clipped."""
-_NEARBY = (0.94, 0.96, 0.98, 1.0, 1.02, 1.04)
-"""Of a scale, in the later sweeps of `JointRanges`."""
+_COARSE = tuple(1.08 - 0.04 * step for step in range(10))
+"""Of the plain range, in the first sweep of `JointRanges`."""
+_NEARBY = (0.97, 1.0, 1.03)
+"""Of a scale, in its later sweeps."""
 
 
 def fit_group_params(
@@ -171,7 +173,7 @@ class JointRanges:
                         yield spec.store(scale * factor), moved
             return
         extreme = torch.where(high > -low, high, low)
-        for ratio in _RATIOS:
+        for ratio in _COARSE:
             if spec.symmetric:
                 new = extreme * (-ratio / spec.middle)
                 yield spec.store(torch.where(extreme == 0, 1.0, new)), zero

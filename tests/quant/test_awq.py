@@ -102,8 +102,9 @@ def search(model: Decoder, batch: Batch, **options) -> list[awq.FoldReport]:
     return [report for _, report in made.choose(take_sample(batch, 24))]
 
 
-def test_the_search_measures_the_parents_output(ids: torch.Tensor) -> None:
+def test_the_search_measures_the_parents_output(ids: torch.Tensor, monkeypatch) -> None:
     """Its errors are those of the attention module with the rounded linears put in by hand."""
+    monkeypatch.setattr(awq, "_JUDGED_RANGE", 1.0)
     model = decoder()
     batch = Batch(x=model.embed(ids))
     before = {name: p.clone() for name, p in model.named_parameters()}

@@ -41,7 +41,11 @@ def around(folder: Path, recipe: Recipe, stop: int | None = None) -> Around:
 def test_it_goes_on_with_the_same_bits(ids, tmp_path, method: str, stop: int) -> None:
     """Biases, folded norms, a skipped layer and the head (block 2) are all put back."""
     recipe = replace(
-        RECIPE, method=method, layout=LAYOUT, lm_head=True, overrides=(Override(pattern="1.mlp.up", skip=True),)
+        RECIPE,
+        method=method,
+        layout=LAYOUT,
+        lm_head=True,
+        overrides=(Override(pattern="1.mlp.up", skip=True),),
     )
     exact = decoder()
     whole = quantize_model(exact, ids, recipe)
