@@ -36,6 +36,7 @@ from peers import PEERS, Peer, quantize_with
 from torch import nn
 
 from ridgeline.core import assets, env, progress, text
+from ridgeline.core.host_memory import keep_freed_memory
 from ridgeline.engine.load import open_model
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.nn import gguf, hf
@@ -358,6 +359,7 @@ def measured(bench: Bench, args: argparse.Namespace) -> Iterator[dict]:
 
 def main() -> None:
     args = arguments()
+    keep_freed_memory()
     progress.set_mode("lines")
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -17,6 +17,7 @@ from ridgeline.cli.quantize_run import (
     run_job,
 )
 from ridgeline.core import progress
+from ridgeline.core.host_memory import keep_freed_memory
 from ridgeline.formats.convert import SourceFacts, target_layout
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.quant.recipe import Recipe
@@ -45,6 +46,7 @@ def recipe_of(config: QuantizeConfig) -> Recipe:
 
 def run(config: QuantizeConfig) -> Result:
     """`ridgeline.cli.quantize.quantize` after its checks."""
+    keep_freed_memory()
     if not config.dry_run:
         check_out("quantize", config.out, config.model, overwrite=config.overwrite)
     job = prepare(Job.of(config, recipe_of(config)))
