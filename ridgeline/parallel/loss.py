@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.logits import wide_logits
 from ridgeline.parallel.collectives import Group, all_reduce
 
 IGNORE = -100
@@ -60,7 +61,8 @@ def linear_cross_entropy(
     gets the same sum, and the gradient of x is this rank's share.
     Returns (sum, count): a scalar in fp32 (fp64 for fp64 inputs) and an int64 scalar, both on the
     device; divide by the count of the whole global batch.
-    Numerics: matmuls in the inputs' dtype, softmax and sums in fp32 or fp64, dW summed in the same.
+    Numerics: operands in the inputs' dtype; logits, softmax and sums in fp32 or fp64, dW summed in
+    the same.
     Raises: ValueError where shapes do not fit or chunk is below 1.
     """
     if x_PC.dim() != 2 or weight_VC.dim() != 2 or x_PC.shape[1] != weight_VC.shape[1]:
@@ -82,6 +84,27 @@ def linear_cross_entropy(
         x_PC, weight_VC, targets_P, chunk, part, torch.is_grad_enabled()
     )
     return loss, (targets_P != IGNORE).sum()
+
+
+@torch.no_grad()
+def token_logprobs(
+    x_PC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    targets_P: torch.Tensor,
+    *,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Log-probability of each target under the vocabulary projection of x: what the loss sums.
+
+    Shapes and numerics: linear_cross_entropy. Returns fp32 (fp64) [P], 0 where a token has none.
+    """
+    size = chunk or chunk_tokens(len(weight_VC))
+    found = []
+    for x, targets in zip(x_PC.split(size), targets_P.split(size), strict=True):
+        valid = targets != IGNORE
+        losses = _chunk_losses(wide_logits(x, weight_VC), targets, valid, None).losses
+        found.append(torch.where(valid, -losses, 0.0))
+    return torch.cat(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x, targets = x_PC[rows], targets_P[rows]
             valid = targets != IGNORE
-            logits = (x @ weight_VC.T).to(wide)
+            logits = wide_logits(x, weight_VC)
             found = _chunk_losses(logits, targets, valid, part)
             loss += torch.where(valid, found.losses, 0.0).sum()
             if grad_x is None and grad_weight is None:
