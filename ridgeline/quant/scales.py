@@ -11,7 +11,7 @@ from ridgeline.formats.grid import GridSpec, group_view, range_params
 
 _RATIOS = tuple(1.12 - 0.04 * step for step in range(14))
 """Of the plain range; above 1 the extreme moves off the last code, below it is clipped."""
-_COARSE = tuple(1.08 - 0.04 * step for step in range(10))
+_COARSE = (1.05, 0.95, 0.9, 0.85, 0.8, 0.74)
 """Of the plain range, in the first sweep of `JointRanges`."""
 _NEARBY = (0.97, 1.0, 1.03)
 """Of a scale, in its later sweeps."""
