@@ -5,6 +5,10 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
+RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, lengths) on the GPU,
+                       where the host does not look at them, and trap on a wrong one
+RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
+                       (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   PyTorch's own and
@@ -47,6 +51,11 @@ def child_environment(**changes: str) -> dict[str, str]:
 def impl_override(op: str) -> str | None:
     """The implementation that the environment asks for, or None."""
     return os.environ.get(f"RIDGELINE_IMPL_{op.upper()}") or None
+
+
+def unverified() -> bool:
+    """Whether kernels that have not run on hardware yet may be taken."""
+    return os.environ.get("RIDGELINE_UNVERIFIED", "0") not in ("", "0", "false")
 
 
 def rank() -> int:
@@ -104,3 +113,8 @@ def quiet_profiler() -> None:
 def triton_interpreted() -> bool:
     """True where Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")
+
+
+def kernel_debug() -> bool:
+    """True where kernels check the values of index tensors on the device (RIDGELINE_DEBUG=1)."""
+    return os.environ.get("RIDGELINE_DEBUG", "0") not in ("", "0", "false")

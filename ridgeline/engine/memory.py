@@ -22,6 +22,7 @@ from ridgeline.engine.load import choose_device, run_dtype
 from ridgeline.engine.paged import FP8, page_tokens_of
 from ridgeline.engine.weights import Shard
 from ridgeline.kernels.w4a16.cpu import has_fast_bf16
+from ridgeline.kernels.w4a16.cpu_bags import has_bags
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.hf import load_config
 from ridgeline.nn.tensorfile import TensorFolder
@@ -245,7 +246,7 @@ def _budget(arch: Arch, config: EngineConfig, ranks: int) -> int:
 
 def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of the loaded weights: plain ones in the run's dtype; packed ones as their kernel keeps
-    them (on a CPU widened, and packed again where its int4 kernel takes them)."""
+    them (on a CPU widened, as bags of bytes, and packed again where its int4 kernel takes them)."""
     tensors = TensorFolder(folder)
     quantized = read_quantization(folder)[1] is not None
     layers = packed_layers(tensors.names) if quantized else {}
@@ -263,8 +264,9 @@ def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> in
     )
     if device.type == "cpu":
         narrow = dtype == torch.bfloat16 and has_fast_bf16()
-        wide = _linear_params(load_config(folder)) * (2 if narrow else 4)
-        return plain + packed + wide
+        bags = 1.2 if has_bags() else 0.0
+        wide = _linear_params(load_config(folder)) * ((2 if narrow else 4) + bags)
+        return plain + packed + int(wide)
     return plain + packed
 
 

@@ -183,6 +183,30 @@ class Weights:
         return sum(linear.read_bytes() for linear in [*linears, self.head]) + norms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """A matmul of a block; as text `KxN`, with `:silu` for silu(gate) * up."""
+
+    k: int
+    n: int
+    silu_mul: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.k}x{self.n}" + (":silu" if self.silu_mul else "")
+
+
+def linear_shapes(config: DecoderConfig) -> tuple[LinearShape, ...]:
+    """The matmuls of every block as `weights_of` joins them when all are quantized alike."""
+    C, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    H, G = config.num_heads, config.num_kv_heads
+    return (
+        LinearShape(k=C, n=(H + 2 * G) * D),
+        LinearShape(k=H * D, n=C),
+        LinearShape(k=C, n=2 * F, silu_mul=True),
+        LinearShape(k=F, n=C),
+    )
+
+
 def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = False) -> Weights:
     """Take a loaded decoder's weights. The decoder still runs afterwards, on the same memory.
 

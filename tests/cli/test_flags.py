@@ -28,7 +28,8 @@ FLAGS = {
     "--alibi --no-alibi --sinks --no-sinks --bias --no-bias --varlen --no-varlen --page-size "
     "--direction --workers",
     "warmup": "--ops --dtypes --head-dims --masks --layouts --softcap --no-softcap --sinks "
-    "--no-sinks --layers --group-sizes --scale-dtype --symmetric --no-symmetric --arch --workers",
+    "--no-sinks --model --layers --group-sizes --scale-dtype --symmetric --no-symmetric "
+    "--arch --workers",
     "train": "--config --run-dir --steps --batch-samples --micro-batch-samples --seed --dtype "
     "--device --loss-chunk-tokens --timeout-s --layout.dp-replicate --layout.dp-shard --layout.tp "
     "--layout.pp --layout.cp --layout.zero --layout.schedule --layout.stages-per-rank "
