@@ -1,6 +1,6 @@
 """Engine and trainer say the same log-probabilities of the same tokens, on SmolLM2's real weights
 and text: in fp32 within 1e-5 nats RMS, in bf16 within 0.01 where both compute the same rows at once
-(the whole text; or token by token, the trainer through its own cache): they round at the same places.
+(the whole text; or token by token, the trainer through its cache): they round at the same places.
 
 Rows computed in other company have sums in another order, and in bf16 that flips roundings; the
 trainer differs from itself so, and the engine token by token from the whole text no more than that.
