@@ -80,7 +80,7 @@ def defer(stack: nn.Module) -> Deferred:
     product = functools.partial(linear, queue)
     for module in stack.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
-            module.product = product
+            module.product = product  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Linear):
             module.forward = functools.partial(_forward, module, product)
     return queue

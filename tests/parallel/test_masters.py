@@ -1,4 +1,4 @@
-"""Masters take over gradients in their own dtype; deferred products give the gradients of plain ones."""
+"""Masters take gradients over in their own dtype; deferred products give the plain ones'."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def test_deferred_products_are_the_plain_ones_once_they_are_made(bias, dtype):
         tensor.grad = None
     queue = defer(stack)
     stack(x).square().sum().backward()
-    assert torch.equal(x.grad, dx) and len(queue) == 2
+    rounding = 2 * torch.finfo(dtype).eps  # a bias is added apart
+    torch.testing.assert_close(x.grad, dx, rtol=rounding, atol=rounding)
+    assert len(queue) == 2
     weights = [m for m in masters if m.dim() == 2]
     assert all(m.grad is None for m in weights)
     make = queue.take()
     assert len(queue) == 0
     make()
     for master, want in zip(masters, wanted, strict=True):
-        torch.testing.assert_close(master.grad, want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(master.grad, want, rtol=4 * rounding, atol=4 * rounding)
 
 
 def test_two_backward_passes_wait_apart():
