@@ -80,9 +80,10 @@ def defer(stack: nn.Module) -> Deferred:
     product = functools.partial(linear, queue)
     for module in stack.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
-            module.product = product  # pyright: ignore[reportAttributeAccessIssue]
+            module.product = product
         elif isinstance(module, nn.Linear):
-            module.forward = functools.partial(_forward, module, product)
+            forward = functools.partial(_forward, module, product)
+            module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     return queue
 
 
