@@ -77,6 +77,11 @@ class Row:
     output_ids: Sequence[int]
     """Generated before this row's token (drafted ones included)."""
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.state.plain and self.state.params.logprobs is None
+
 
 @dataclass(slots=True)
 class Sampled:

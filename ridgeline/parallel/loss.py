@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ridgeline.core.errors import bad_value
 from ridgeline.kernels.cross_entropy.op import statistics, to_gradient
+from ridgeline.kernels.logits import wide_logits
 from ridgeline.parallel.collectives import Group, all_reduce
 
 IGNORE = -100
@@ -63,7 +64,8 @@ def linear_cross_entropy(
     gets the same sum, and the gradient of x is this rank's share.
     Returns (sum, count): a scalar in fp32 (fp64 for fp64 inputs) and an int64 scalar, both on the
     device; divide by the count of the whole global batch.
-    Numerics: matmuls in the inputs' dtype, softmax and sums in fp32 or fp64, dW summed in the same.
+    Numerics: operands in the inputs' dtype; logits, softmax and sums in fp32 or fp64, dW summed in
+    the same.
     Raises: ValueError where shapes do not fit or chunk is below 1.
     """
     if x_PC.dim() != 2 or weight_VC.dim() != 2 or x_PC.shape[1] != weight_VC.shape[1]:
@@ -86,6 +88,36 @@ def linear_cross_entropy(
         x_PC, weight_VC, targets_P, chunk, part, torch.is_grad_enabled()
     )
     return loss, (targets_P != IGNORE).sum()
+
+
+@torch.no_grad()
+def token_logprobs(
+    x_PC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    targets_P: torch.Tensor,
+    *,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Log-probability of each target under the vocabulary projection of x: what the loss sums.
+
+    Shapes and numerics: linear_cross_entropy. Returns fp32 (fp64) [P], 0 where a token has none.
+    """
+    size = chunk or chunk_tokens(len(weight_VC), x_PC.device.type)
+    found = []
+    for x, targets in zip(x_PC.split(size), targets_P.split(size), strict=True):
+        valid = targets != IGNORE
+        columns = _columns(targets, valid, len(weight_VC), None)
+        logsumexp, target = _reduced(statistics(wide_logits(x, weight_VC), columns), None)
+        found.append(torch.where(valid, target - logsumexp, 0.0))
+    return torch.cat(found)
+
+
+def _columns(
+    targets: torch.Tensor, valid: torch.Tensor, num_columns: int, part: VocabPart | None
+) -> torch.Tensor:
+    """Each target's column of the logits here, -1 where it has none or it is another rank's."""
+    columns = targets if part is None else targets - part.start
+    return torch.where(valid & (columns >= 0) & (columns < num_columns), columns, -1)
 
 
 def _reduced(
@@ -121,14 +153,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x, targets = x_PC[rows], targets_P[rows]
             valid = targets != IGNORE
-            logits = x @ weight_VC.T
-            columns = targets if part is None else targets - part.start
-            columns = torch.where(valid & (columns >= 0) & (columns < len(weight_VC)), columns, -1)
+            logits = wide_logits(x, weight_VC)
+            columns = _columns(targets, valid, len(weight_VC), part)
             logsumexp, target = _reduced(statistics(logits, columns), part)
             loss += torch.where(valid, logsumexp - target, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
-            grad = to_gradient(logits, logsumexp, columns, valid)
+            grad = to_gradient(logits, logsumexp, columns, valid, x.dtype)
             if grad_x is not None:
                 torch.mm(grad, weight_VC, out=grad_x[rows])
             if grad_weight is not None and x.dtype == wide:

@@ -34,12 +34,13 @@ def to_gradient(
     logsumexp_N: torch.Tensor,
     columns_N: torch.Tensor,
     valid_N: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(exp(logits - logsumexp) - one at the column) where valid, else 0, in the logits' dtype;
-    their memory is used for it.
+    """(exp(logits - logsumexp) - one at the column) where valid, else 0, in a dtype; where that is
+    the logits' own their memory is used for it.
 
     Shapes: logits [N, V], contiguous; logsumexp fp32 [N] (fp64 for fp64 logits); columns int64 [N],
     -1: none; valid bool [N].
     """
     module = _module_for(logits_NV.device.type)
-    return module.to_gradient(logits_NV, logsumexp_N, columns_N, valid_N)
+    return module.to_gradient(logits_NV, logsumexp_N, columns_N, valid_N, dtype)

@@ -21,10 +21,11 @@ def to_gradient(
     logsumexp_N: torch.Tensor,
     columns_N: torch.Tensor,
     valid_N: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """As op.to_gradient."""
     wide = logits_NV.to(logsumexp_N.dtype)
     grad = wide.sub_(logsumexp_N[:, None]).exp_()
     one = (columns_N >= 0).to(grad.dtype)[:, None]
     grad.scatter_add_(1, columns_N.clamp(min=0)[:, None], -one)
-    return grad.mul_(valid_N[:, None]).to(logits_NV.dtype)
+    return grad.mul_(valid_N[:, None]).to(dtype)

@@ -118,7 +118,7 @@ def running(engine: Any, config: ServerConfig, folder: Path | None = None) -> It
         stop()
 
 
-CONFIG = ServerConfig(port=0, model_name="echo", drain_s=5.0)
+CONFIG = ServerConfig(port=0, model_name="echo", drain_s=5.0, dead_s=600.0)
 
 
 @pytest.fixture(scope="module")

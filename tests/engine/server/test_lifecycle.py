@@ -69,6 +69,17 @@ def test_what_does_not_finish_in_time_is_ended(tokenizer_folder):
         assert '"code":"aborted"' in stream.text() and engine.running == {}
 
 
+def test_a_dead_engine_ends_the_server_with_the_reason(tokenizer_folder):
+    engine = FakeEngine(tokenizer_folder)
+    with (
+        pytest.raises(UserError, match="serve: the engine died: its thread ended; start"),
+        running(engine, replace(CONFIG, dead_s=0.1)) as started,
+    ):
+        engine.dead = True
+        until(lambda: engine.closed, "the server goes on")
+        started.stop()
+
+
 def test_a_port_in_use_is_said():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
