@@ -92,6 +92,8 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop what was recorded: the weights change."""
+        if self.ahead is not None and self.on_gpu:
+            torch.cuda.synchronize()  # a graph that runs is not to be taken apart
         self.recorded.clear()
         self.ahead = None
 
