@@ -31,8 +31,8 @@ EAGER_STEPS = 2
 AHEAD_SIZE = 8
 """Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
 NUMBERS = 8
-"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding); the rest
-is empty, so that the pages start at a multiple of 32 bytes."""
+"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding); the
+rest is empty, so that the pages start at a multiple of 32 bytes."""
 TRIALS = 5
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
