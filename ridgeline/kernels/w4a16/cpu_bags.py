@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -112,19 +113,38 @@ def _by_chunk(value_NR: torch.Tensor, width: int) -> torch.Tensor:
 
 def multiply(act_1K: torch.Tensor, bags: Bags, n: int) -> torch.Tensor:
     """out_1N in fp32 of one row."""
-    scale_CRc = bags.scale_CRc
-    C, R, _ = scale_CRc.shape
-    row_1K = act_1K.float()
-    if bags.order_K.numel():
-        row_1K = row_1K[:, bags.order_K]
-    weights = row_1K.expand(C, -1).reshape(-1)
-    sums_CRc = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-        bags.table, bags.index, bags.offsets, False, 0, False, weights, None, True
-    ).view(scale_CRc.shape)
-    if bags.shift_CRc.numel():
-        sums_CRc.addcmul_(_group_sums(row_1K, bags.offsets[: R + 1])[:, None], bags.shift_CRc)
-    out_1N = sums_CRc.mul_(scale_CRc).sum(1).view(1, -1)
-    return out_1N if out_1N.shape[1] == n else out_1N[:, :n]
+    return row_function(bags, n, {})(act_1K.float())
+
+
+def row_function(
+    bags: Bags, n: int, scratch: dict[tuple[int, int], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x_1K fp32 -> out_1N fp32, with as few operations as will do, for whoever calls it often.
+
+    scratch: the callers' own memory for spread activations, shared by layers of a size; two calls
+    on one scratch must not overlap.
+    """
+    table, index, offsets, scale_CRc, shift_CRc, order_K = bags
+    (C, R, width), K = scale_CRc.shape, index.numel() // len(scale_CRc)
+    bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
+    if (C, K) not in scratch:
+        scratch[C, K] = torch.empty(C, K)
+    spread_CK, scale = scratch[C, K], scale_CRc.view(-1, width)
+    weights, group_offsets = spread_CK.view(-1), offsets[: R + 1]
+    symmetric, in_order, padded = not shift_CRc.numel(), not order_K.numel(), C * width != n
+
+    def call(row_1K: torch.Tensor) -> torch.Tensor:
+        if not in_order:
+            row_1K = row_1K[:, order_K]
+        spread_CK.copy_(row_1K)
+        sums = bag(table, index, offsets, False, 0, False, weights, None, True)
+        if not symmetric:
+            per_group = _group_sums(row_1K, group_offsets)
+            sums.view(C, R, width).addcmul_(per_group[:, None], shift_CRc)
+        out_1N = sums.mul_(scale).view(C, R, width).sum(1).view(1, -1)
+        return out_1N[:, :n] if padded else out_1N
+
+    return call
 
 
 def _group_sums(row_1K: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
