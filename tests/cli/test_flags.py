@@ -64,10 +64,10 @@ FLAGS = {
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
     "serve": "--model --name --host --port --api-key-file --without-key --no-without-key --dry-run "
-    "--no-dry-run --dtype --device --kv-dtype --max-model-len --max-num-seqs --max-step-tokens "
-    "--memory-gib --prefix-cache --no-prefix-cache --batch-invariant --no-batch-invariant "
-    "--speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests --max-queue-tokens "
-    "--deadline-s --drain-s --watch --reload-root",
+    "--no-dry-run --dtype --device --tensor-parallel --kv-dtype --max-model-len --max-num-seqs "
+    "--max-step-tokens --memory-gib --prefix-cache --no-prefix-cache --batch-invariant "
+    "--no-batch-invariant --speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests "
+    "--max-queue-tokens --deadline-s --drain-s --watch --reload-root",
     "bench serve": "--url --model --requests --rate --concurrency --input-tokens --output-tokens "
     "--lengths --spread --prefix-tokens --prefix-groups --temperature --warmup --seed --vocab-size "
     "--out",

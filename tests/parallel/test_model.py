@@ -220,7 +220,7 @@ def test_compiled_blocks_equal_and_share_their_graphs(layout):
 
 
 def test_wrapping_in_the_wrong_order_is_refused():
-    assert run_ranks(1, _wrong_order, Layout())[0] == 3
+    assert run_ranks(2, _wrong_order, Layout(dp_shard=2))[0] == 3
 
 
 def _wrong_order(rank: int, layout: Layout) -> int:
