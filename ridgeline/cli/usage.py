@@ -1,6 +1,6 @@
 """What the flag parser says in a box, said in the project's form of an error.
 
-    <command>: <flag> must <rule>, got <value>; <what to do>
+<command>: <flag> must <rule>, got <value>; <what to do>
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def defer(stack: nn.Module) -> Deferred:
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.product = product
         elif isinstance(module, nn.Linear):
-            module.forward = functools.partial(_forward, module, product)
+            forward = functools.partial(_forward, module, product)
+            module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     return queue
 
 

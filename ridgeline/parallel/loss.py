@@ -106,11 +106,18 @@ def token_logprobs(
     found = []
     for x, targets in zip(x_PC.split(size), targets_P.split(size), strict=True):
         valid = targets != IGNORE
-        logsumexp, target = _reduced(
-            statistics(wide_logits(x, weight_VC), torch.where(valid, targets, -1)), None
-        )
+        columns = _columns(targets, valid, len(weight_VC), None)
+        logsumexp, target = _reduced(statistics(wide_logits(x, weight_VC), columns), None)
         found.append(torch.where(valid, target - logsumexp, 0.0))
     return torch.cat(found)
+
+
+def _columns(
+    targets: torch.Tensor, valid: torch.Tensor, num_columns: int, part: VocabPart | None
+) -> torch.Tensor:
+    """Each target's column of the logits here, -1 where it has none or it is another rank's."""
+    columns = targets if part is None else targets - part.start
+    return torch.where(valid & (columns >= 0) & (columns < num_columns), columns, -1)
 
 
 def _reduced(
@@ -147,8 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, targets = x_PC[rows], targets_P[rows]
             valid = targets != IGNORE
             logits = wide_logits(x, weight_VC)
-            columns = targets if part is None else targets - part.start
-            columns = torch.where(valid & (columns >= 0) & (columns < len(weight_VC)), columns, -1)
+            columns = _columns(targets, valid, len(weight_VC), part)
             logsumexp, target = _reduced(statistics(logits, columns), part)
             loss += torch.where(valid, logsumexp - target, 0.0).sum()
             if grad_x is None and grad_weight is None:

@@ -22,9 +22,9 @@ def master_of(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     master = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
 
     def move(low: torch.Tensor) -> None:
-        assert low.grad is not None
-        add_gradient(master, low.grad)
-        low.grad = None
+        if low.grad is not None:  # none: it comes later (deferred.py)
+            add_gradient(master, low.grad)
+            low.grad = None
 
     parameter.register_post_accumulate_grad_hook(move)
     # Gradients that autograd does not deliver itself (deferred.py) find their way by this.

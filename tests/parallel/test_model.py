@@ -143,6 +143,7 @@ def _in_bf16(rank: int, layout: Layout) -> tuple[float, set[torch.dtype], float]
         Layout(dp_shard=2, num_microbatches=2),
         Layout(tp=2, sequence_parallel=True),
         Layout(pp=2, num_microbatches=2),
+        Layout(pp=2, schedule="zbv", num_microbatches=4),
         Layout(cp=2, activation_checkpointing="full"),
     ],
     ids=lambda layout: layout.describe(),

@@ -36,8 +36,8 @@ def to_gradient(
     valid_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(exp(logits - logsumexp) - one at the column) where valid, else 0, in dtype. The logits'
-    memory may be used on the way: they are gone.
+    """(exp(logits - logsumexp) - one at the column) where valid, else 0, in a dtype; where that is
+    the logits' own their memory is used for it.
 
     Shapes: logits [N, V], contiguous; logsumexp fp32 [N] (fp64 for fp64 logits); columns int64 [N],
     -1: none; valid bool [N].

@@ -1,11 +1,10 @@
 """The two passes over logits in Triton, Ampere and later.
 
     _statistics   m = max l ; s = sum exp(l - m), both in one pass that corrects s when m grows
-    _gradient     (exp(l - logsumexp) - [column]) valid
+    _gradient     g = (exp(l - logsumexp) - [column]) valid
 
-Each logit is read twice and its gradient written once: 10 bytes for fp32 logits with a bf16
-gradient, against about 60 of the passes that plain PyTorch makes. Memory-bound. A row a program,
-arithmetic in fp32.
+Each logit is read twice and its gradient written once: 10 bytes for fp32 logits and a bf16
+gradient, against about 60 of the passes that plain PyTorch makes. Memory-bound, arithmetic in fp32.
 Source of correcting the sum on the way: Milakov and Gimelshein 2018 (arXiv 1805.02867).
 """
 
@@ -46,17 +45,16 @@ def _statistics(
 
 
 @triton.jit
-def _gradient(
-    logits_ptr, logsumexp_ptr, columns_ptr, valid_ptr, grad_ptr, V, BLOCK: tl.constexpr
-):
+def _gradient(logits_ptr, grad_ptr, logsumexp_ptr, columns_ptr, valid_ptr, V, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < V
-    logit = tl.load(logits_ptr + n * V + cols, mask=mask, other=0.0).to(tl.float32)
+    place = n * V + cols
+    logit = tl.load(logits_ptr + place, mask=mask, other=0.0).to(tl.float32)
     grad = tl.exp(logit - tl.load(logsumexp_ptr + n))
     grad = tl.where(cols == tl.load(columns_ptr + n), grad - 1.0, grad)
     grad = tl.where(tl.load(valid_ptr + n) != 0, grad, 0.0)
-    tl.store(grad_ptr + n * V + cols, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 def statistics(
@@ -79,9 +77,10 @@ def to_gradient(
 ) -> torch.Tensor:
     """As op.to_gradient, for logits of up to 32 bits."""
     N, V = logits_NV.shape
-    grad_NV = logits_NV if dtype == logits_NV.dtype else torch.empty_like(logits_NV, dtype=dtype)
+    same = dtype == logits_NV.dtype
+    grad_NV = logits_NV if same else torch.empty_like(logits_NV, dtype=dtype)
     if N:
         _gradient[(N, triton.cdiv(V, _BLOCK))](
-            logits_NV, logsumexp_N, columns_N, valid_N.view(torch.uint8), grad_NV, V, BLOCK=_BLOCK
+            logits_NV, grad_NV, logsumexp_N, columns_N, valid_N.view(torch.uint8), V, BLOCK=_BLOCK
         )
     return grad_NV
