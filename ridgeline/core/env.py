@@ -7,15 +7,19 @@ RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_A
                        an explicit `impl=` argument beats it, it beats the heuristic
 RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, lengths) on the GPU,
                        where the host does not look at them, and trap on a wrong one
+RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
+                       (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
-TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
-                       quiet_profiler)
+TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   PyTorch's own and
+                       its libraries', set where they are not (record_collectives, quiet_profiler,
+                       stay_on_loopback)
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -49,6 +53,11 @@ def impl_override(op: str) -> str | None:
     return os.environ.get(f"RIDGELINE_IMPL_{op.upper()}") or None
 
 
+def unverified() -> bool:
+    """Whether kernels that have not run on hardware yet may be taken."""
+    return os.environ.get("RIDGELINE_UNVERIFIED", "0") not in ("", "0", "false")
+
+
 def rank() -> int:
     """Global rank under torchrun; 0 for a single process."""
     return int(os.environ.get("RANK", "0"))
@@ -79,6 +88,14 @@ def join_ranks(rank: int, size: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def stay_on_loopback() -> None:
+    """Let processes of one machine talk over its loopback interface alone; to be called before
+    their process group is made."""
+    if sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def record_collectives(count: int = 512) -> None:

@@ -7,17 +7,23 @@ FLOPs: 2 (D + D_v) a query-key pair that the mask leaves, forward, and 2 (3 D + 
 bf16, 16k tokens, hidden 2048. Correctness first: a cell whose error exceeds the numerics rule is
 not timed. The implementations take turns, several calls back to back each time; the ceiling of the
 rows is a bf16 matmul of 8192^3 measured in the same process. Peers: cuDNN and FlashAttention-2
-through PyTorch, and FlashAttention-3 (forward) by the path of a library that registers
-torch.ops._vllm_fa3_C (`--fa3`). The rows are written as measured; the last line is JSON.
+through PyTorch, FlashAttention-3 (forward) by the path of a library that registers
+torch.ops._vllm_fa3_C (`--fa3`), and FlashAttention-4's CuTe path where flash_attn.cute can be
+imported (`--fa4`). `--only` takes the cells whose label matches. Kernels that no GPU has confirmed
+need RIDGELINE_UNVERIFIED=1 (verify_hopper.py first). The rows are written as measured; the last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
+import importlib.metadata
 import json
 import math
 import pathlib
+import re
 import subprocess
 import time
 import uuid
@@ -41,6 +47,14 @@ assert impls is not None  # imported for its registrations
 TOKENS, HIDDEN, WINDOW = 16384, 2048, 1024
 LENGTHS = (8192, 3000, 1500, 900, 700, 500, 400, 300, 200, 150, 120, 100, 90, 80, 70, 82)
 Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Which peers beside PyTorch's are on this machine."""
+
+    fa3: bool = False
+    fa4: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +208,7 @@ def options_of(cell: Cell) -> AttentionOptions:
     )
 
 
-def calls(cell: Cell, fa3: bool) -> dict[str, Call]:
+def calls(cell: Cell, peers: Peers) -> dict[str, Call]:
     """name -> call of ours and of every peer that takes the cell."""
     q, k, v, extras = inputs(cell)
     options = options_of(cell)
@@ -206,8 +220,11 @@ def calls(cell: Cell, fa3: bool) -> dict[str, Call]:
     else:
         dout = None
         found = {"cute_sm90": lambda: cute_sm90.forward(q, k, v, options, extras)[0]}
-    if fa3 and cell.direction == "fwd":
+    if peers.fa3 and cell.direction == "fwd":
         found["fa3 vllm 0.33.0"] = _fa3(cell, q, k, v, extras)
+    if peers.fa4:
+        version = importlib.metadata.version("flash-attn-4")
+        found[f"fa4 {version}"] = _fa4(cell, dout, extras, q, k, v)
     plain = cell.lengths is None and cell.window is None and not cell.deterministic
     if plain and cell.seqlen_q == cell.seqlen_k:
         cudnn = torch.backends.cudnn.version()
@@ -259,13 +276,43 @@ def _fa3(cell: Cell, q, k, v, extras: AttentionExtras) -> Call:
     return lambda: fwd(*head, *middle, scale, cell.causal, *window, *tail)[0]
 
 
+def _fa4(
+    cell: Cell, dout: torch.Tensor | None, extras: AttentionExtras, *qkv: torch.Tensor
+) -> Call:
+    """FlashAttention-4's functions; a backward is that of a forward made beforehand."""
+    module = importlib.import_module("flash_attn.cute")
+    leaves = [x.detach().requires_grad_(dout is not None) for x in qkv]
+    window = (None, None) if cell.left is None else (cell.left, 0)
+    options = {"causal": cell.causal, "window_size": window, "deterministic": cell.deterministic}
+
+    def forward() -> torch.Tensor:
+        if cell.lengths is None:
+            made = module.flash_attn_func(*leaves, **options)
+        else:
+            starts = {"cu_seqlens_q": extras.cu_seqlens_q, "cu_seqlens_k": extras.cu_seqlens_k}
+            longest = {"max_seqlen_q": cell.seqlen_q, "max_seqlen_k": cell.seqlen_k}
+            made = module.flash_attn_varlen_func(*leaves, **starts, **longest, **options)
+        return made[0] if isinstance(made, tuple) else made
+
+    if dout is None:
+        return forward
+    made: list[torch.Tensor] = []
+
+    def backward() -> torch.Tensor:
+        if not made:
+            made.append(forward())
+        return torch.autograd.grad(made[0], leaves, dout, retain_graph=True)[0]
+
+    return backward
+
+
 def measure(runs: dict[str, Call], rounds: int = 7, target_ms: float = 9.0) -> dict[str, list]:
     """Sorted microseconds a call; each round every run has its turn of several calls."""
     counts, times = {}, {name: [] for name in runs}
     for name, run in list(runs.items()):
         try:
             run()
-        except RuntimeError as error:  # a peer that refuses the cell; ours may not
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # a peer may refuse
             if name == "cute_sm90":
                 raise
             print(f"{name} refuses: {str(error).splitlines()[0][:90]}", flush=True)
@@ -300,6 +347,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, required=True)
     parser.add_argument("--fa3", type=pathlib.Path, help="library of vLLM's FlashAttention-3")
+    parser.add_argument("--fa4", action="store_true", help="flash_attn.cute is importable")
+    parser.add_argument("--only", default="", help="regular expression on a cell's label")
     parser.add_argument("--commit", help="of the kernels; default: git's")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each implementation")
     parser.add_argument("--target-ms", type=float, default=9.0, help="length of a turn")
@@ -322,10 +371,11 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
     }
+    peers = Peers(fa3=args.fa3 is not None, fa4=args.fa4)
     count, arch = 0, detect("cuda")
     impl = next(i for i in registry.impls("attention") if i.name == "cute_sm90")
     for cell in cells():
-        if cell.direction not in args.directions:
+        if cell.direction not in args.directions or not re.search(args.only, cell.label()):
             continue
         if time.monotonic() > stop:
             print("out of time before", cell.shape(), flush=True)
@@ -336,7 +386,7 @@ def main() -> None:
             continue
         error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
         assert error is None or error <= 2.0, (cell, error)
-        times = measure(calls(cell, args.fa3 is not None), args.rounds, args.target_ms)
+        times = measure(calls(cell, peers), args.rounds, args.target_ms)
         with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
             for name, us in times.items():
                 row = row_of(cell, us, common["ceiling"])

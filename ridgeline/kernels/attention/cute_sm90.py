@@ -13,15 +13,14 @@ the user cache (cute/library.py).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tvm_ffi
+from tvm_ffi import core as ffi
 
 from ridgeline.core.arch import Arch, detect
 from ridgeline.kernels.attention.cute import library
@@ -42,6 +41,7 @@ from ridgeline.kernels.attention.cute_sm90_config import (
     heads_per_section,
     padded,
 )
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
     AttentionGrads,
@@ -50,8 +50,10 @@ from ridgeline.kernels.attention.problem import (
 )
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
-_plans: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 _MOST_PLANS = 4096
+_CUDA = 2
+"""DLPack's number of that kind of device."""
 
 
 def forward(
@@ -67,30 +69,27 @@ def forward(
     cu_seqlens -> out_PHV, lse [H, P]. Strides are free but for the last; views that TMA cannot
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
-    kernel, section, num_units = _planned("fwd", q, k, v, options, extras)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    plan = _planned("fwd", (q, k, v), options, extras)
+    out = torch.empty_like(q) if plan.alike else q.new_empty(plan.out_shape)
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
     if q.shape[0] == 0:
         return out, lse
-    left, right = window(options)
-    with _launching_on(q.device):
-        kernel(
-            *(readable_by_tma(x) for x in (q, k, v)),
+    stream = _stream(plan.device)
+    _launch(
+        plan,
+        stream,
+        (
+            *plan.readable(q, k, v),
             out,
             lse,
             extras.sinks_H,
             extras.cu_seqlens_q,
             extras.cu_seqlens_k,
             extras.seqused_k,
-            _counter(q.device),
-            options.softmax_scale,
-            options.softcap,
-            left,
-            right,
-            section,
-            num_units,
-        )
+            _counter(q.device, stream),
+            *plan.numbers,
+        ),
+    )
     return out, lse
 
 
@@ -109,24 +108,25 @@ def backward(
 
     Shapes: as forward's, dout and out alike. Views that TMA cannot read are copied.
     """
-    kernel, section, together, config, problem = _planned("bwd", q, k, v, options, extras)
-    # Packed: rows behind the last sequence belong to no tile.
-    new = torch.zeros_like if problem.varlen else torch.empty_like
-    dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
-    if problem.varlen:
-        tiles = q.shape[0] // config.block_q + problem.batch
-    statistics, dq_sum = (
-        torch.empty((tiles, problem.heads, words), dtype=torch.float32, device=q.device)
-        for words in (ROW_STATISTICS * config.block_q, config.block_q * padded(problem.head_dim))
-    )
+    plan = _planned("bwd", (q, k, v, out, dout), options, extras)
+    problem, config = plan.problem, plan.config
+    assert config is not None
+    if problem.varlen:  # rows behind the last sequence belong to no tile
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    elif plan.contiguous:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    else:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
+    dq_sum = q.new_empty(plan.dq_sum_shape, dtype=torch.float32)
     turns = None
     if options.deterministic:
-        turns = torch.empty((tiles, problem.heads, 1), dtype=torch.int32, device=q.device)
-    left, right = window(options)
-    with _launching_on(q.device):
-        kernel(
-            *(readable_by_tma(x) for x in (q, k, v, out, dout)),
+        turns = q.new_empty((*plan.dq_sum_shape[:2], 1), dtype=torch.int32)
+    _launch(
+        plan,
+        _stream(plan.device),
+        (
+            *plan.readable(q, k, v, out, dout),
             lse_ln,
             lse_ln if dlse is None else dlse.contiguous(),
             extras.cu_seqlens_q,
@@ -137,16 +137,11 @@ def backward(
             statistics,
             dq_sum,
             turns,
-            options.softmax_scale,
-            options.softcap,
-            left,
-            right,
-            section,
-            problem.seqlen_q,
-            problem.seqlen_k,
+            *plan.numbers,
             0 if dlse is None else 1,
-            together,
-        )
+            plan.together,
+        ),
+    )
     dsinks = None
     if extras.sinks_H is not None:
         delta = _delta(statistics, problem, config, extras.cu_seqlens_q, q.shape[0])
@@ -157,7 +152,7 @@ def backward(
 def _delta(
     statistics: torch.Tensor,
     problem: AttentionProblem,
-    config: BackwardConfig,
+    config: BackwardConfig | RolesConfig,
     starts: torch.Tensor | None,
     num_rows: int,
 ) -> torch.Tensor:
@@ -229,12 +224,16 @@ def window(options: AttentionOptions) -> tuple[int, int]:
 
 def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where TMA cannot read its strides or address."""
-    *strides, last = tensor.stride()
-    vector = 16 // tensor.element_size()
-    fits = all(stride > 0 and stride % vector == 0 for stride in strides)
-    if last == 1 and fits and tensor.data_ptr() % 16 == 0:
+    if strides_fit_tma(tensor) and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def strides_fit_tma(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read a tensor with these strides."""
+    *strides, last = tensor.stride()
+    vector = 16 // tensor.element_size()
+    return last == 1 and all(stride > 0 and stride % vector == 0 for stride in strides)
 
 
 def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
@@ -250,67 +249,131 @@ def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
     return files
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a call needs beside its tensors: made once a kind of call, as Python is what a short
+    call costs."""
+
+    kernel: Callable[..., None]
+    device: int
+    problem: AttentionProblem
+    numbers: tuple[float | int, ...]
+    """The launch's numbers, but for the backward's last two."""
+    copied: tuple[bool, ...]
+    """Which of the tensors that TMA reads have strides it cannot."""
+    contiguous: bool
+    """q, k and v are."""
+    alike: bool = False
+    """The output has q's shape and strides."""
+    out_shape: tuple[int, ...] = ()
+    lse_shape: tuple[int, ...] = ()
+    config: BackwardConfig | RolesConfig | None = None
+    statistics_shape: tuple[int, ...] = ()
+    dq_sum_shape: tuple[int, ...] = ()
+    together: int = 0
+
+    def readable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors, or copies where TMA cannot read their strides or address."""
+        address = 0
+        for tensor in tensors:
+            address |= tensor.data_ptr()
+        if address % 16 or any(self.copied):
+            return tuple(readable_by_tma(tensor) for tensor in tensors)
+        return tensors
+
+
 def _planned(
     direction: Literal["fwd", "bwd"],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
     options: AttentionOptions,
     extras: AttentionExtras,
-) -> Any:
-    """The plan of a call, found by a key that is cheap to make: a problem takes 50 us."""
-    starts, sinks, used = extras.cu_seqlens_q, extras.sinks_H, extras.seqused_k
+) -> Plan:
+    """The plan of a call on q, k, v and what else TMA reads, found by a key that is cheap to make:
+    a problem takes 50 us."""
+    q, starts = tensors[0], extras.cu_seqlens_q
     packed = None if starts is None else (starts.shape[0], extras.max_seqlen_q, extras.max_seqlen_k)
-    tensors = (q.shape, k.shape, v.shape, q.dtype, q.device.index)
-    key = (direction, tensors, options, packed, sinks is None, used is None)
+    key = (
+        direction,
+        *[tensor.shape for tensor in tensors],
+        *[tensor.stride() for tensor in tensors],
+        q.dtype,
+        q.device,
+        options,
+        packed,
+        extras.sinks_H is None,
+        extras.seqused_k is None,
+    )
     plan = _plans.get(key)
     if plan is None:
-        problem = replace(
-            problem_of(q, k, v, options, extras),
-            direction=direction,
-            deterministic=direction == "bwd" and options.deterministic,
-        )
-        make = _plan if direction == "fwd" else _backward_plan
-        plan = make(problem, q.device.index)
+        plan = _plan(direction, tensors, options, extras)
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
     return plan
 
 
-@contextlib.contextmanager
-def _launching_on(device: torch.device) -> Iterator[None]:
-    """Kernels go to PyTorch's current stream of that device."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    other = torch.cuda.current_device() != device.index
-    with torch.cuda.device(device) if other else contextlib.nullcontext():
-        with tvm_ffi.use_raw_stream(_ffi_device(device.index or 0), stream):
-            yield
-
-
-@functools.cache
-def _ffi_device(index: int) -> Any:
-    return tvm_ffi.device("cuda", index)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(problem: AttentionProblem, device: int) -> tuple[Callable[..., None], int, int]:
-    """(kernel, heads of a section, SMs): what a call needs beside its tensors, once a shape."""
+def _plan(
+    direction: Literal["fwd", "bwd"],
+    tensors: tuple[torch.Tensor, ...],
+    options: AttentionOptions,
+    extras: AttentionExtras,
+) -> Plan:
+    q, k, v = tensors[:3]
+    deterministic = direction == "bwd" and options.deterministic
+    problem = replace(
+        problem_of(q, k, v, options, extras), direction=direction, deterministic=deterministic
+    )
+    device = q.device.index or 0
     arch = _arch(device)
-    kernel = library.kernel(forward_traits(problem), forward_config(problem, arch))
-    return kernel, heads_per_section(problem, arch), arch.num_units
-
-
-@functools.lru_cache(maxsize=1024)
-def _backward_plan(
-    problem: AttentionProblem, device: int
-) -> tuple[Callable[..., None], int, int, BackwardConfig, AttentionProblem]:
-    """(kernel, heads of a section, whether a head runs at once, tile, problem)."""
-    arch = _arch(device)
+    scalars = (options.softmax_scale, options.softcap, *window(options))
+    common = {
+        "device": device,
+        "problem": problem,
+        "copied": tuple(not strides_fit_tma(x) for x in tensors),
+        "contiguous": all(x.is_contiguous() for x in tensors[:3]),
+    }
+    if direction == "fwd":
+        shape = (*q.shape[:-1], v.shape[-1])
+        return Plan(
+            kernel=library.kernel(forward_traits(problem), forward_config(problem, arch)),
+            numbers=(*scalars, heads_per_section(problem, arch), arch.num_units),
+            alike=shape == tuple(q.shape) and q.is_contiguous(),
+            out_shape=shape,
+            lse_shape=(q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1]),
+            **common,
+        )
     config = backward_config(problem, arch)
-    kernel = library.kernel(backward_traits(problem), config)
-    together = int(run_together(problem, config, arch))
-    return kernel, backward_section(problem, arch), together, config, problem
+    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    if problem.varlen:
+        tiles = q.shape[0] // config.block_q + problem.batch
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    return Plan(
+        kernel=library.kernel(backward_traits(problem), config),
+        numbers=(*scalars, backward_section(problem, arch), *lengths),
+        config=config,
+        statistics_shape=(tiles, problem.heads, ROW_STATISTICS * config.block_q),
+        dq_sum_shape=(tiles, problem.heads, config.block_q * padded(problem.head_dim)),
+        together=int(run_together(problem, config, arch)),
+        **common,
+    )
+
+
+def _launch(plan: Plan, stream: int, arguments: tuple[Any, ...]) -> None:
+    """Kernels go to PyTorch's current stream of the tensors' device."""
+    before = ffi._env_set_current_stream(_CUDA, plan.device, stream)
+    try:
+        if torch.cuda.current_device() == plan.device:
+            plan.kernel(*arguments)
+        else:
+            with torch.cuda.device(plan.device):
+                plan.kernel(*arguments)
+    finally:
+        ffi._env_set_current_stream(_CUDA, plan.device, before)
+
+
+def _stream(device: int) -> int:
+    """PyTorch's current stream, as CUDA's handle; making a Stream object takes longer."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 @functools.cache
@@ -318,10 +381,9 @@ def _arch(device: int) -> Arch:
     return detect(f"cuda:{device}")
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def _counter(device: torch.device, stream: int) -> torch.Tensor:
     """The work queue's two words, zero between launches: one pair a stream, as launches of one
     stream follow each other. Inside a graph capture the graph gets its own."""
-    stream = torch.cuda.current_stream(device).cuda_stream
     key = (device.index or 0, stream)
     counter = _counters.get(key)
     if counter is None:

@@ -3,21 +3,26 @@
 A block of threads has `num_warpgroups` warpgroups of 64 keys each, which compute S^T, dP^T, dV and
 dK, and one more that computes dQ and issues the loads. Shared memory holds K and V, rings of Q and
 dO with their row statistics, and dS; registers of a key warpgroup hold S^T and dP^T [64, block_q],
-dK [64, head_dim] and dV [64, head_dim_v], those of the other dQ [block_q, head_dim].
+dK [64, head_dim] and dV [64, head_dim_v], those of the other dQ [block_q, head_dim]. Head dims
+beyond 128 and softcap have another division of work: cute_sm90_roles_config.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
+from ridgeline.kernels.attention import cute_sm90_roles_config as roles
 from ridgeline.kernels.attention.cute_sm90_config import (
     BARRIER_BYTES,
     SHARED_MEMORY_BYTES,
     padded,
     why_unsupported,
 )
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
+from ridgeline.kernels.attention.cute_sm90_verified import why_unverified
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 KEYS = 64
@@ -70,10 +75,14 @@ class BackwardConfig:
     its rows, or of its columns where block_q is 64."""
     other_registers: int = 88
     """Registers a thread of the warpgroup that computes dQ; the others share the rest."""
+    turn: Literal["after_adds", "after_loads", "next_step"] = "after_adds"
+    """Deterministic: when a block hands its turn at a tile of dQ on. That waits for its additions
+    to arrive; after the next loads were issued, or when the next step's dS has come, it waits less.
+    """
 
 
-def keys_per_block(config: BackwardConfig) -> int:
-    """Keys of a block of threads."""
+def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
+    """Keys of a block of threads, or of a pair of them."""
     return KEYS * config.num_warpgroups
 
 
@@ -129,6 +138,8 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     narrow = columns < traits.head_dim and columns % 64
     if rows % KEYS or narrow:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
+    if config.turn not in ("after_adds", "after_loads", "next_step"):
+        return f"turn must be after_adds, after_loads or next_step, got {config.turn!r}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
@@ -153,28 +164,37 @@ def backward_traits(problem: AttentionProblem) -> BackwardTraits:
     )
 
 
-def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
+def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig | RolesConfig:
     """The tile for a problem."""
     traits = backward_traits(problem)
     for config in _candidates(traits):
-        if why_invalid(config, traits) is None:
-            return config
+        return config
     raise AssertionError(f"no backward tile for {traits}")  # `refuses` lets none of these through
 
 
-def _candidates(traits: BackwardTraits) -> list[BackwardConfig]:
+def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:
     """Tiles from best to least, by head dim."""
-    if max(traits.head_dim, traits.head_dim_v) <= 64:
-        return [BackwardConfig(block_q=128, dq_parts=2)]
-    return [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
+    widest = max(traits.head_dim, traits.head_dim_v)
+    if widest > 128 or traits.softcap:
+        return [*roles.candidates(traits)]
+    if widest <= 64:
+        tiles = [BackwardConfig(block_q=128, dq_parts=2)]
+    else:
+        tiles = [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
+    return [config for config in tiles if why_invalid(config, traits) is None]
 
 
-def run_together(problem: AttentionProblem, config: BackwardConfig, arch: Arch) -> bool:
-    """Whether all blocks of keys of a head are on the device at once: one a multiprocessor, and
-    numbered one after the other. A deterministic backward without a mask may then let each wait for
-    any other."""
+def run_together(
+    problem: AttentionProblem, config: BackwardConfig | RolesConfig, arch: Arch
+) -> bool:
+    """Whether all blocks of keys of a head are on the device at once: one a multiprocessor, or a
+    pair on two, and numbered one after the other. A deterministic backward without a mask may then
+    let each wait for any other."""
     num_blocks = -(-problem.seqlen_k // keys_per_block(config))
-    return problem.deterministic and not problem.varlen and num_blocks <= arch.num_units
+    places = arch.num_units
+    if isinstance(config, RolesConfig) and config.pair:
+        places //= 2
+    return problem.deterministic and not problem.varlen and num_blocks <= places
 
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
@@ -197,9 +217,9 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     """Why this implementation does not take a backward, or None."""
     if (why := why_unsupported(problem)) is not None:
         return why
-    if problem.softcap > 0:
-        return "no backward with softcap"
-    traits = backward_traits(problem)
-    if all(why_invalid(config, traits) for config in _candidates(traits)):
-        return f"no backward tile for head dims {problem.head_dim}, {problem.head_dim_v}"
-    return None
+    if not _candidates(backward_traits(problem)):
+        dims = problem.head_dim, problem.head_dim_v
+        packed = " of packed sequences" if problem.varlen else ""
+        capped = " with softcap" if problem.softcap > 0 else ""
+        return f"no backward tile for head dims {dims}{packed}{capped}"
+    return why_unverified(problem)

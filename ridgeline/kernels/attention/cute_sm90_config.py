@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
+from ridgeline.kernels.attention.cute_sm90_verified import why_unverified
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 ROWS = 64
@@ -214,4 +215,4 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if padded(problem.head_dim_v) > padded(problem.head_dim) > 128:
         dims = (problem.head_dim, problem.head_dim_v)
         return f"head dim of V must not exceed Q's beyond 128, got {dims}"
-    return None
+    return why_unverified(problem)

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
 
+from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
 from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig
@@ -110,21 +111,86 @@ def test_sink_gradient_and_delta_of_tiles_against_autograd() -> None:
     assert torch.equal(got[1, :, 70], tiled[3, :, block_q + 6])
 
 
-def test_plans_are_kept_by_what_the_problem_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_kept_by_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(cute_sm90, "_plan", lambda problem, device: made.append(problem) or problem)
+    monkeypatch.setattr(cute_sm90, "_plan", lambda *call: made.append(call) or len(made))
     monkeypatch.setattr(cute_sm90, "_plans", {})
     q, options = torch.empty(2, 7, 8, 64), AttentionOptions(softmax_scale=0.1)
     for _ in range(2):
-        cute_sm90._planned("fwd", q, q, q, options, AttentionExtras())
+        cute_sm90._planned("fwd", (q, q, q), options, AttentionExtras())
     assert len(made) == 1
     causal = replace(options, causal=True)
     sinks = AttentionExtras(sinks_H=torch.zeros(8))
-    for changed in (
-        ("fwd", q[:1], q[:1], q[:1], options, AttentionExtras()),
-        ("fwd", q.half(), q.half(), q.half(), options, AttentionExtras()),
-        ("fwd", q, q, q, causal, AttentionExtras()),
-        ("fwd", q, q, q, options, sinks),
+    strided = torch.empty(2, 8, 7, 64).transpose(1, 2)
+    found = {1}
+    for direction, x, changed, extras in (
+        ("fwd", q[:1], options, AttentionExtras()),
+        ("fwd", q.half(), options, AttentionExtras()),
+        ("fwd", q, causal, AttentionExtras()),
+        ("fwd", q, options, sinks),
+        ("fwd", strided, options, AttentionExtras()),
+        ("bwd", q, options, AttentionExtras()),
     ):
-        cute_sm90._planned(*changed)
-    assert len(made) == 5 and len(set(made)) == 5
+        found.add(cute_sm90._planned(direction, (x, x, x), changed, extras))
+    assert found == set(range(1, 8))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What each launch would be given, on a machine that pretends to be an H200."""
+    seen: list[tuple] = []
+    monkeypatch.setattr(cute_sm90, "_plans", {})
+    monkeypatch.setattr(cute_sm90, "_counters", {})
+    monkeypatch.setattr(cute_sm90, "_arch", lambda device: KNOWN["sm90"])
+    monkeypatch.setattr(cute_sm90, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        cute_sm90.library, "kernel", lambda *key: lambda *arguments: seen.append((key, arguments))
+    )
+    return seen
+
+
+def test_arguments_of_a_forward(launches: list[tuple]) -> None:
+    base = torch.randn(2, 300, 8, 64).to(torch.bfloat16)
+    k = torch.randn(2, 500, 2, 64).to(torch.bfloat16)
+    q = base[:, :, ::2]
+    options = AttentionOptions(softmax_scale=0.1, causal=True, window_left=9)
+    for _ in range(2):  # the second from a kept plan
+        out, lse = cute_sm90.forward(q, k, k[..., :32], options, AttentionExtras())
+        _, given = launches.pop()
+        assert given[0] is q and given[1] is k and given[3] is out and given[4] is lse
+        assert given[2].data_ptr() == k.data_ptr() and given[2].shape[-1] == 32
+        assert given[5:9] == (None,) * 4
+        assert given[9].tolist() == [0, 0] and given[9].dtype == torch.int32
+        assert given[10:14] == (0.1, 0.0, 9, 0)
+        assert given[15] == KNOWN["sm90"].num_units
+        assert out.shape == (2, 300, 4, 32) and out.is_contiguous() and lse.shape == (2, 4, 300)
+    moved = torch.randn(2 * 300 * 4 * 64 + 1).to(torch.bfloat16)[1:].view(2, 300, 4, 64)
+    cute_sm90.forward(moved, k, k, options, AttentionExtras())
+    cute_sm90.forward(q[:1].expand(2, -1, -1, -1), k, k, options, AttentionExtras())
+    for _, given in launches:
+        assert given[0].is_contiguous() and given[0].data_ptr() % 16 == 0
+    assert torch.equal(launches[0][1][0], moved)
+
+
+@pytest.mark.parametrize(("dim", "block_q"), [(64, 128), (128, 64), (256, 64)])
+def test_arguments_of_a_backward(launches: list[tuple], dim: int, block_q: int) -> None:
+    q = torch.randn(2, 300, 4, dim).to(torch.bfloat16)
+    k = torch.randn(2, 200, 2, dim).to(torch.bfloat16)
+    options = AttentionOptions(softmax_scale=0.1, deterministic=True)
+    out, lse = cute_sm90.forward(q, k, k, options, AttentionExtras())
+    dout = torch.randn_like(out)
+    for dlse in (None, torch.randn_like(lse)):
+        grads = cute_sm90.backward(dout, dlse, q, k, k, out, lse, options, AttentionExtras())
+        (_, config), given = launches[-1]
+        assert config.block_q == block_q
+        assert all(a is b for a, b in zip(given[:6], (q, k, k, out, dout, lse), strict=True))
+        assert given[6] is (lse if dlse is None else dlse)
+        assert given[7:9] == (None, None)
+        assert given[9] is grads.dq and given[10] is grads.dk and given[11] is grads.dv
+        tiles = 2 * -(-300 // block_q)
+        assert given[12].shape == (tiles, 4, 2 * block_q) and given[12].dtype == torch.float32
+        assert given[13].shape == (tiles, 4, block_q * dim) and given[14].shape == (tiles, 4, 1)
+        assert given[15:17] == (0.1, 0.0) and given[20:22] == (300, 200)
+        assert given[22:] == (int(dlse is not None), 1)

@@ -134,14 +134,18 @@ class Backward:
         num_blocks = order.num_tiles()
         if cutlass.const_expr(packed):
             num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
+        self._launch(tensors, scalars, layouts, num_blocks, stream)
+        self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream
+        )
+
+    def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
+        """The main kernel on that many blocks of keys."""
         self.kernel(tensors, scalars, layouts).launch(
             grid=(num_blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-        )
-        self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
     def _layouts(self) -> Layouts:
@@ -174,21 +178,14 @@ class Backward:
 
     def _globals(self, tensors, buffers, num_key_blocks, num_batches, layouts: Layouts) -> Globals:
         """TMA views. tensors: q, dout, k, v, dk, dv by token; buffers: Globals' plain ones."""
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        dim, dim_v, block_q = self.traits.head_dim, self.traits.head_dim_v, self.config.block_q
-        q, dout, k, v, dk, dv = tensors
         views = {}
-        for name, op, tensor, layout, tile in (
-            ("Q", load, q, layouts.q, (block_q, dim)),
-            ("dO", load, dout, layouts.do, (block_q, dim_v)),
-            ("K", load, k, layouts.k, (KEYS, dim)),
-            ("V", load, v, layouts.v, (KEYS, dim_v)),
-            ("dK", store, dk, layouts.k, (KEYS, dim)),
-            ("dV", store, dv, layouts.v, (KEYS, dim_v)),
-        ):
-            atom, view = cpasync.make_tiled_tma_atom(op, tensor, one_stage(layout), tile)
+        for tensor, (name, op, layout, tile) in zip(tensors, self._atoms(layouts), strict=True):
+            atom, view = cpasync.make_tiled_tma_atom(
+                op, tensor, one_stage(layout), tile, self._copies(name)
+            )
             views["tma_" + name.lower()] = atom
             views["m" + name] = view
+        dk, dv = tensors[4:]
         statistics, dq_sum, turns, tiles = buffers
         return Globals(
             mdK_plain=dk,
@@ -201,6 +198,23 @@ class Backward:
             num_batches=num_batches,
             **views,
         )
+
+    def _atoms(self, layouts: Layouts) -> list:
+        """(name, operation, layout, tile) of what TMA moves."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        dim, dim_v, block_q = self.traits.head_dim, self.traits.head_dim_v, self.config.block_q
+        return [
+            ("Q", load, layouts.q, (block_q, dim)),
+            ("dO", load, layouts.do, (block_q, dim_v)),
+            ("K", load, layouts.k, (KEYS, dim)),
+            ("V", load, layouts.v, (KEYS, dim_v)),
+            ("dK", store, layouts.k, (KEYS, dim)),
+            ("dV", store, layouts.v, (KEYS, dim_v)),
+        ]
+
+    def _copies(self, name: str) -> int:
+        """Blocks of threads that bring a part each of a tile for all."""
+        return 1
 
     def _order(self, tensors: Globals, scalars: Scalars) -> TileOrder:
         """The numbering of blocks of keys."""
@@ -257,9 +271,14 @@ class Backward:
                 high = middle
         return index - (starts[low] // block_k + low), low
 
+    def _index(self):
+        """The number of the block of keys."""
+        index, _, _ = cute.arch.block_idx()
+        return index
+
     @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
-        index, _, _ = cute.arch.block_idx()
+        index = self._index()
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
             num_heads = tensors.mK.shape[2]

@@ -19,9 +19,10 @@ from typing import Any
 from ridgeline.core import env
 from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig, BackwardTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
 Traits = ForwardTraits | BackwardTraits
-Config = ForwardConfig | BackwardConfig
+Config = ForwardConfig | BackwardConfig | RolesConfig
 
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
@@ -54,6 +55,8 @@ def folder() -> Path:
 def kernel_name(traits: Traits, config: Config) -> str:
     """A C symbol naming one kernel: every field that differs from its default."""
     parts = ["attention_fwd" if isinstance(traits, ForwardTraits) else "attention_bwd"]
+    if isinstance(config, RolesConfig):
+        parts.append("roles")
     for record in (traits, config):
         for field in fields(record):
             value: Any = getattr(record, field.name)

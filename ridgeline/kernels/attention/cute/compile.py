@@ -15,12 +15,14 @@ from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.cache import ARCHITECTURE, Config, Traits
 from ridgeline.kernels.attention.cute.forward import Forward
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
+from ridgeline.kernels.attention.cute.roles import BackwardByRoles
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
 )
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
 
 def trace(traits: Traits, config: Config, cubin_dir: Path | None = None) -> Any:
@@ -38,8 +40,10 @@ def _compile(traits: Traits, config: Config, options: str) -> Any:
     if isinstance(traits, ForwardTraits) and isinstance(config, ForwardConfig):
         arguments = (*_forward_tensors(traits), *numbers, stream)
         return cute.compile(Forward(traits, config), *arguments, options=options)
-    assert isinstance(traits, BackwardTraits) and isinstance(config, BackwardConfig)
+    assert isinstance(traits, BackwardTraits) and not isinstance(config, ForwardConfig)
     arguments = (*_backward_tensors(traits, config), *numbers, Int32(1), Int32(0), Int32(0), stream)
+    if isinstance(config, RolesConfig):
+        return cute.compile(BackwardByRoles(traits, config), *arguments, options=options)
     return cute.compile(Backward(traits, config), *arguments, options=options)
 
 
@@ -91,7 +95,7 @@ def _forward_tensors(traits: ForwardTraits) -> list[Any]:
     ]
 
 
-def _backward_tensors(traits: BackwardTraits, config: BackwardConfig) -> list[Any]:
+def _backward_tensors(traits: BackwardTraits, config: BackwardConfig | RolesConfig) -> list[Any]:
     x = _Shapes(traits)
     turns = None
     if traits.deterministic:

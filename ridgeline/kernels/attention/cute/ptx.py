@@ -181,3 +181,29 @@ def bulk_add(target, source, num_bytes, *, loc=None, ip=None) -> None:
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+@dsl_user_op
+def bulk_send(target, source, num_bytes, barrier, rank, *, loc=None, ip=None) -> None:
+    """A run of bytes of this block's shared memory to the same address space of block `rank` of the
+    cluster by the copy engine; one thread issues it, that block's mbarrier counts the bytes.
+    target and barrier are this block's addresses of what lies alike in the other."""
+    operands = [
+        target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Int32(num_bytes).ir_value(loc=loc, ip=ip),
+        barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Int32(rank).ir_value(loc=loc, ip=ip),
+    ]
+    llvm.inline_asm(
+        None,
+        operands,
+        "{ .reg .b32 there, counter; mapa.shared::cluster.u32 there, $0, $4; "
+        "mapa.shared::cluster.u32 counter, $3, $4; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[there], [$1], $2, [counter]; }",
+        "r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

@@ -1,0 +1,175 @@
+"""What the warpgroups of the backward by roles share: shared memory, hand-overs, the mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+
+from ridgeline.kernels.attention.cute import softmax as sm
+from ridgeline.kernels.attention.cute.backward_types import Products, Work
+from ridgeline.kernels.attention.cute.forward import tma_pair
+from ridgeline.kernels.attention.cute.mainloop import flat
+from ridgeline.kernels.attention.cute.mask import (
+    MINUS_INFINITY,
+    accumulator_column,
+    accumulator_row,
+)
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
+from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute_sm90_backward_config import KEYS, BackwardTraits
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig, dq_columns
+
+DQ, LOADS, SCORES, GRADIENTS = range(4)
+"""Warpgroups by number."""
+WORDS = 4
+"""32-bit words of a 16-byte access."""
+WIDEST = 192
+"""Columns of a product's instruction."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a block of threads. Columns: the transposed view of the same bytes."""
+
+    sQ: cute.Tensor
+    """[block_q, D, stages]"""
+    sQ_columns: cute.Tensor
+    sdO: cute.Tensor
+    """[block_q, V, do_stages]"""
+    sdO_columns: cute.Tensor
+    sK: cute.Tensor
+    """[64, D, ranks]: K of every block of a pair, its own at its rank"""
+    sK_columns: cute.Tensor
+    sV: cute.Tensor
+    """[64, V, 1]"""
+    sdS: cute.Tensor
+    """[block_q, 64, pieces]: by stage; of a pair by the rank it comes from, then what goes out"""
+    sdS_columns: cute.Tensor
+    sP: cute.Tensor
+    """int32 [16 * 128]: P^T in 16 bits, in the order of a warpgroup's registers"""
+    sStatistics: cute.Tensor
+    """fp32 [2 * block_q, stages]"""
+    q_ring: Ring
+    do_ring: Ring
+    p_ring: Ring
+    ds_ring: Ring
+    """Two stages. Of a pair: the stage is the rank that computes a step's dQ; a block has its own
+    full barrier and both empty ones."""
+    kv_barrier: cute.Pointer
+    rank: Int32
+    """Of this block in its pair, or 0."""
+
+
+class RoleProducts(Products):
+    """The five matrix products as WGMMAs of one warpgroup."""
+
+    def sums(self, columns: int) -> cute.TiledMma:
+        """dK or dV [64, columns], operand A from registers. ptxas takes no instruction whose
+        registers alone exceed those of the launch: wide ones become two."""
+        return super().sums(columns if columns <= WIDEST else columns // 2)
+
+    def dq(self) -> cute.TiledMma:
+        """Some columns of dQ [block_q, D] = dS K."""
+        source = cute.nvgpu.warpgroup.OperandSource.SMEM
+        return self._mma(dq_columns(self.traits), source, cute.nvgpu.OperandMajorMode.MN)
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """Limits of S^T [64 keys, M queries] for one thread, whose rows are keys."""
+
+    key: Int32
+    """The thread's first key; its second is 8 further down."""
+    lane_column: Int32
+    """2 * (lane % 4)."""
+    seqlen_k: Int32
+    shift: Int32
+    """T - S."""
+    left: Any
+    right: Any
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, block_start: Int32):
+        """Set hidden scores to -inf. scores: flat accumulator of one thread. Keys behind the
+        sequence too: their zeros times an overflowing P would be NaN."""
+        first_column = block_start + self.lane_column
+        for r in cutlass.range_constexpr(2):
+            key = self.key + 8 * r
+            diagonal = key - self.shift - first_column
+            begin = Int32(0)
+            if cutlass.const_expr(self.right is not None):
+                begin = diagonal - self.right
+            begin = cutlass.select_(key < self.seqlen_k, begin, Int32(1 << 30))
+            for e in cutlass.range_constexpr(cute.size(scores)):
+                if cutlass.const_expr(accumulator_row(e) == r):
+                    column = accumulator_column(e)
+                    hidden = begin > column
+                    if cutlass.const_expr(self.left is not None):
+                        hidden = hidden | (diagonal + self.left < column)
+                    scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])
+
+
+class Role:
+    """What every role needs: releases that reach the whole pair, and tiles on their way out."""
+
+    def __init__(self, traits: BackwardTraits, config: RolesConfig, dtype):
+        self.traits = traits
+        self.config = config
+        self.dtype = dtype
+        self.ranks = config.num_warpgroups
+        self.products = RoleProducts(traits, config)  # pyright: ignore[reportArgumentType]
+
+    @cute.jit
+    def release(self, ring: Ring, position: Int32):
+        """One arrival a warp, in each block of the pair: what is multicast needs room in both."""
+        lane = cute.arch.lane_idx()
+        if lane < self.ranks:
+            if cutlass.const_expr(self.config.pair):
+                cute.arch.mbarrier_arrive(ring.empty(position), lane)
+            else:
+                ring.release(position)
+
+    @cute.jit
+    def release_here(self, ring: Ring, position: Int32):
+        if cute.arch.lane_idx() == 0:
+            ring.release(position)
+
+    @cute.jit
+    def publish(self, ring: Ring, position: Int32):
+        """One arrival a warp: its stores to shared memory are done."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ring.publish(position)
+
+    def group_barrier(self, role: int) -> None:
+        """All threads of one warpgroup; barrier 0 is the block's."""
+        cute.arch.barrier(barrier_id=1 + role, number_of_threads=WARPGROUP_THREADS)
+
+    @cute.jit
+    def store_tile(
+        self, mma, values, target, atom, m, work: Work, rank: Int32, role: cutlass.Constexpr[int]
+    ):
+        """A warpgroup's [64, D] through shared memory and out by TMA, which clips keys behind the
+        tensor's end."""
+        self.group_barrier(role)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
+        narrow = cute.make_rmem_tensor(values.shape, self.dtype)
+        sm.pack_operand(flat(values), flat(cute.recast_tensor(narrow, Int32)), self.dtype)
+        cute.copy(store, copy.retile(narrow), copy.partition_D(target))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.group_barrier(role)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            rows = tokens_of(m, work.kv_head, work.batch, Int32(0), False)
+            dim = cute.size(target, mode=[1])
+            g = cute.local_tile(rows, (KEYS, dim), (work.block * self.ranks + rank, 0))
+            in_shared, in_global = tma_pair(atom, target, g)
+            cute.copy(atom, in_shared, in_global)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)

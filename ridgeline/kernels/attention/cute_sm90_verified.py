@@ -1,0 +1,91 @@
+"""What of the Hopper kernels has run right on a Hopper GPU, and what has not yet.
+
+A kernel that compiles and whose hand-overs pass a simulation may still be wrong. So a combination
+that no GPU run has confirmed is refused by default, and the next implementation serves.
+RIDGELINE_UNVERIFIED=1 (core/env.py) takes it all the same: the GPU tests and the benchmark set it.
+After a run, write it into `run` of the feature's row below; docs/hopper.md shows this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ridgeline.core import env
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+_FIRST = "H200, 2026-11-29, direct calls"
+_PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One row: a set of problems that stand or fall together."""
+
+    what: str
+    uses: Callable[[AttentionProblem], bool]
+    """Whether a problem needs it."""
+    run: str | None
+    """The GPU run that confirmed it, or None."""
+
+
+def _wide(problem: AttentionProblem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def _narrow_backward(problem: AttentionProblem) -> bool:
+    return problem.direction == "bwd" and not _wide(problem) and not problem.softcap
+
+
+def _roles(problem: AttentionProblem) -> bool:
+    return problem.direction == "bwd" and not _narrow_backward(problem)
+
+
+FEATURES = (
+    Feature(
+        what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
+        uses=lambda p: p.direction == "fwd",
+        run=f"{_FIRST}; {_PUBLIC}",
+    ),
+    Feature(
+        what="backward to head dim 128, dense and packed: causal, windows, sinks, grouped heads",
+        uses=lambda p: _narrow_backward(p) and not p.deterministic,
+        run=_PUBLIC,
+    ),
+    Feature(
+        what="backward to head dim 128, deterministic",
+        uses=lambda p: _narrow_backward(p) and p.deterministic,
+        run=_PUBLIC,
+    ),
+    Feature(
+        what="backward of head dims beyond 128, dense",
+        uses=lambda p: _roles(p) and _wide(p),
+        run=None,
+    ),
+    Feature(
+        what="backward with softcap, dense",
+        uses=lambda p: _roles(p) and p.softcap > 0,
+        run=None,
+    ),
+    Feature(
+        what="backward of head dims beyond 128 or with softcap, deterministic",
+        uses=lambda p: _roles(p) and p.deterministic,
+        run=None,
+    ),
+)
+
+
+def why_unverified(problem: AttentionProblem) -> str | None:
+    """Why a problem is refused that the kernels could take, or None."""
+    if env.unverified():
+        return None
+    for feature in FEATURES:
+        if feature.run is None and feature.uses(problem):
+            return f"{feature.what}: not verified on hardware yet (RIDGELINE_UNVERIFIED=1 takes it)"
+    return None
+
+
+def table() -> str:
+    """The rows as Markdown, for docs/hopper.md."""
+    lines = ["| what | confirmed on |", "|---|---|"]
+    return "\n".join(lines + [f"| {row.what} | {row.run or 'not yet'} |" for row in FEATURES])

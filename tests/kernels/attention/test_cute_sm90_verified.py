@@ -1,0 +1,64 @@
+"""What has not run on a Hopper GPU is refused, unless it is asked for by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
+from ridgeline.kernels.attention import cute_sm90_config as fwd
+from ridgeline.kernels.attention import cute_sm90_verified as verified
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+H200 = KNOWN["sm90"]
+BASE = AttentionProblem(
+    batch=2, seqlen_q=64, seqlen_k=64, heads=4, kv_heads=2, head_dim=128, head_dim_v=128
+)
+BACKWARD = replace(BASE, direction="bwd")
+UNVERIFIED = [
+    replace(BACKWARD, head_dim=256, head_dim_v=256),
+    replace(BACKWARD, head_dim=192),
+    replace(BACKWARD, softcap=30.0),
+    replace(BACKWARD, head_dim=256, head_dim_v=256, deterministic=True),
+]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        BASE,
+        replace(BASE, head_dim=256, head_dim_v=256, softcap=5.0, varlen=True),
+        BACKWARD,
+        replace(BACKWARD, causal=True, deterministic=True),
+        replace(BACKWARD, varlen=True, window_left=5),
+    ],
+)
+def test_what_has_run_is_taken(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
+    module = bwd if problem.direction == "bwd" else fwd
+    assert module.refuses(problem, H200) is None
+
+
+@pytest.mark.parametrize("problem", UNVERIFIED)
+def test_what_has_not_run_is_taken_on_request(
+    problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [f for f in verified.FEATURES if f.run is None and f.uses(problem)]
+    monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
+    if waiting:  # shrinks as rows are confirmed
+        assert "not verified on hardware yet" in (bwd.refuses(problem, H200) or "")
+    monkeypatch.setenv("RIDGELINE_UNVERIFIED", "1")
+    assert bwd.refuses(problem, H200) is None
+
+
+def test_every_problem_has_a_row() -> None:
+    for problem in (BASE, BACKWARD, *UNVERIFIED):
+        assert any(feature.uses(problem) for feature in verified.FEATURES)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = Path(__file__).parents[3] / "docs/hopper.md"
+    assert verified.table() in page.read_text(encoding="utf-8")
