@@ -395,7 +395,7 @@ def candidates(problem: AttentionProblem, arch: Arch, kernel: str) -> Iterator[T
     """Every valid tile worth timing for a kernel (fwd, dq, dkdv)."""
     masked = _mask_kind(problem) != "full"
     for m, n, warps, stages, use_tma, branch in product(
-        (64, 128),
+        (32, 64, 128) if kernel == "dkdv" else (64, 128),
         (32, 64, 128),
         (4, 8),
         (2, 3, 4),

@@ -115,10 +115,16 @@ def problem_inputs(problem: AttentionProblem, device: str) -> Inputs:
 
 
 class Bench:
-    """The tensors of a problem, and one kernel's launches and results with any tile."""
+    """The tensors of a problem, and one kernel's launches and results with any tile.
+
+    Head dims that the shipped tile has padded in memory are so here too: the padding is not timed.
+    """
 
     def __init__(self, problem: AttentionProblem, kernel: str, device: str) -> None:
         self.kernel, self.x = kernel, problem_inputs(problem, device)
+        shipped = shipped_config(problem, kernels.arch_of(self.x.q.device), kernel)
+        if isinstance(shipped, TileConfig) and kernels.needs_widening(self.x, shipped):
+            self.x = kernels.widened(self.x)
         self.out, self.lse = kernels.forward_outputs(self.x, cleared=True)
         self.backward = None
         if kernel in ("dkdv", "dq"):
@@ -212,7 +218,7 @@ def tune_kernel(
         best = shipped
     return Outcome(
         kernel=kernel,
-        key=tuning_key(problem_of(bench.x, problem.direction), kernel),
+        key=tuning_key(problem, kernel),
         shipped=shipped,
         shipped_us=final[shipped],
         best=best,
@@ -238,6 +244,8 @@ def _working(
     The first, with nothing to agree with, has to run."""
     try:
         launches = bench.launches(config)
+        for result in bench.results():
+            result.fill_(float("nan"))  # what a tile does not write, it has not computed
         _run_all(launches)
         if bench.x.q.is_cuda:
             torch.cuda.synchronize()

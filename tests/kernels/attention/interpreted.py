@@ -101,12 +101,15 @@ def main() -> None:
         ("varlen", False, dict(causal=True, layout="varlen", batch=3, seqlen_q=20)),
         ("ragged", True, dict(causal=True, seqlen_q=37, seqlen_k=40)),
         ("transposed", True, dict(causal=True, strides="transposed")),
+        ("padded", True, dict(causal=True, seqlen_q=20, seqlen_k=40, dim=40, dim_v=24)),
     ):
         small_tiles(tma=True, branch=branch)
         case = cases.Case(name=f"tma-{name}-{branch}", **{**even, **more})
         both(replace(case, heads=2, kv_heads=1))
     user_functions()
     without_decode(False)
+    both(cases.Case(name="no queries", causal=True, seqlen_q=0, seqlen_k=5))
+    both(cases.Case(name="no sequences", causal=True, batch=0))
     decode = dict(seqlen_q=2, seqlen_k=67, causal=True)
     for layout in ("dense", "seqused", "leftpad", "batch_idx", "paged", "varlen_paged"):
         case = cases.Case(name=layout, layout=layout, sinks=True, **decode)

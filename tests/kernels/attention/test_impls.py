@@ -25,6 +25,22 @@ def test_backward(impl, case):
     cases.check_backward(impl, case)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_head_dim(dtype):
+    for dim in range(16, 257, 8):
+        case = cases.Case(
+            name=f"{dim}",
+            seqlen_q=5,
+            seqlen_k=6,
+            causal=True,
+            dim=dim,
+            dim_v=272 - dim,
+            dtype=dtype,
+        )
+        cases.check_forward("cpu", case)
+        cases.check_backward("cpu", case)
+
+
 def test_who_is_tested_here():
     count: dict[str, int] = {}
     for impl, _ in cases.accepted("fwd"):

@@ -50,6 +50,40 @@ def test_lengths(dim, mask, half):
         cases.check_backward("triton", case, "cuda")
 
 
+@pytest.mark.parametrize("dim", range(16, 257, 8))
+def test_every_head_dim(dim):
+    dtype = ("bfloat16", "float16")[dim // 8 % 2]
+    for dim_v in {dim, 256 - dim + 16}:
+        case = cases.Case(
+            name="", seqlen_q=150, seqlen_k=170, causal=True, dim=dim, dim_v=dim_v, dtype=dtype
+        )
+        cases.check_forward("triton", case, "cuda")
+        if dim == dim_v or dim <= 64:
+            cases.check_backward("triton", case, "cuda")
+
+
+NARROW = {
+    "leftpad": {},
+    "paged": {},
+    "varlen_paged": {},
+    "seqused": {},
+    "decode": dict(seqlen_q=16, kv_heads=1, layout="paged"),
+    "sliced": dict(strides="sliced", layout="dense"),
+    "transposed": dict(strides="transposed", layout="dense"),
+}
+
+
+@pytest.mark.parametrize("dims", [(40, 24), (24, 40), (64, 32), (32, 128)])
+@pytest.mark.parametrize("kind", NARROW)
+def test_two_widths_without_tma(kind, dims):
+    """K and V tiles of two widths, loaded by pointers (descriptors.py says what went wrong)."""
+    base = dict(layout=kind, seqlen_q=100, seqlen_k=200, batch=3, causal=True, dtype="bfloat16")
+    case = cases.Case(name=kind, dim=dims[0], dim_v=dims[1], **{**base, **NARROW[kind]})
+    cases.check_forward("triton", case, "cuda")
+    if not case.forward_only:
+        cases.check_backward("triton", case, "cuda")
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 def test_packed_lengths(dim, mask):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +23,7 @@ from ridgeline.kernels.attention import triton as kernels
 from ridgeline.kernels.attention import tune
 from ridgeline.kernels.attention.triton_plan import problem_of
 
+ROOT = Path(__file__).parents[3]
 BASE = AttentionProblem(
     batch=2, seqlen_q=96, seqlen_k=128, heads=4, kv_heads=2, head_dim=64, head_dim_v=64, causal=True
 )
@@ -57,6 +63,51 @@ def test_candidates_compile_without_a_gpu(name):
     problem = replace(BASE, **OPTIONS[name])
     kernel = config.kernels_of(problem)[-1]
     tune._compile(problem, kernel, tune.configs_of(problem, pretend("sm90"), kernel)[1], 90)
+
+
+BACKWARD = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from ridgeline.core.progress import task
+from ridgeline.kernels.attention import config, triton, tune
+from ridgeline.kernels.attention.problem import AttentionProblem
+
+every = tune.configs_of
+tune.configs_of = lambda *args: every(*args)[:1] + every(*args)[-2:]
+launches = tune.Bench.launches
+tune.Bench.launches = lambda bench, tile: [] if tile == silent else launches(bench, tile)
+problem = AttentionProblem(
+    batch=1, seqlen_q=20, seqlen_k=40, heads=2, kv_heads=1, head_dim=24, head_dim_v=16,
+    dtype="float16", causal=True, direction="bwd",
+)
+arch = triton.arch_of(torch.device("cpu"))
+found = []
+for kernel in ("dkdv", "dq"):
+    silent = every(problem, arch, kernel)[-1]
+    timer = lambda runs, repetitions: [run() or 10.0 / (1 + n) for n, run in enumerate(runs)]
+    with task("tune", 3, "tiles") as advance:
+        outcome = tune.tune_kernel(problem, arch, kernel, timer, advance=advance)
+    tuned = {outcome.key: outcome.best}
+    used = getattr(config.backward_config(problem, arch, tuned), kernel) == outcome.best
+    found.append([kernel, outcome.tried, outcome.failed, outcome.best != outcome.shipped, used])
+print(json.dumps(found))
+"""
+
+
+def test_backward_tiles_that_write_nothing_are_not_taken():
+    """In the interpreter, with head dims that are padded in memory for the tensor descriptors."""
+    done = subprocess.run(
+        [sys.executable, "-c", BACKWARD],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [["dkdv", 3, 1, True, True], ["dq", 3, 1, True, True]]
 
 
 @pytest.mark.gpu
