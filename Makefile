@@ -18,10 +18,11 @@ TRITON := triton==3.6.0
 # One worker a core: the tests keep PyTorch to one thread each.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: quickstart test check format env env-test clean help
+.PHONY: quickstart test test-gpu check format env env-test clean help
 help:
 	@echo "make quickstart   environment, package, then 'ridgeline quickstart' (real weights, about five minutes)"
 	@echo "make test         environment, then the tests"
+	@echo "make test-gpu     environment, then the tests that need an NVIDIA GPU, in groups (some minutes)"
 	@echo "make check        ruff, format, types"
 
 $(BIN)/python:
@@ -48,6 +49,9 @@ quickstart: env
 
 test: env-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-gpu: env-test
+	@$(BIN)/python -m tests.run_gpu $(ARGS)
 
 check: env-test
 	$(BIN)/ruff check .

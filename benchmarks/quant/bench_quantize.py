@@ -16,23 +16,36 @@ JSON: each method's mean fraction, with its least and most over the seeds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import json
+import math
 import platform
 import resource
 import subprocess
+import tempfile
+import time
 import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peers import PEERS, Peer, quantize_with
+from torch import nn
 
 from ridgeline.core import assets, env, progress, text
+from ridgeline.core.host_memory import keep_freed_memory
+from ridgeline.engine.load import open_model
 from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.nn import gguf, hf
-from ridgeline.nn.perplexity import compare, perplexity
+from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.perplexity import SLICE_TOKENS, windows_of
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.gptq import GPTQOptions
+from ridgeline.quant.linear import quantized_linears
 from ridgeline.quant.recipe import Recipe, calibration_blocks
 from ridgeline.quant.report import QuantizedModel, packed_bytes
 
@@ -64,6 +77,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=None, help="a Hugging Face folder of ours")
+    parser.add_argument(
+        "--peers", action="store_true", help="llm-compressor and GPTQModel too (about an hour)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="measure, append nothing")
     return parser.parse_args()
 
@@ -97,6 +113,91 @@ def recipe(args: argparse.Namespace, method: str, symmetric: bool) -> Recipe:
     return Recipe(method=method, layout=layout, gptq=options, plain_dtype="float16")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one pass over the test windows says of a model."""
+
+    ppl: float
+    kl: float
+    """To the unquantized model, on the first windows."""
+    top1_agreement: float
+
+
+class Scorer:
+    """The test windows, and what the unquantized model makes of them, computed once.
+
+    Perplexity as `ridgeline.nn.perplexity.perplexity` and the comparison as `compare` there, from
+    one forward a window: of the unquantized model its last hidden states are kept.
+    """
+
+    def __init__(self, model: Decoder, token_ids: torch.Tensor, windows: int, kl_windows: int):
+        self.rows = windows_of(token_ids, 1024, windows)
+        self.kl_windows, self.head = kl_windows, model.head
+        self.exact: list[torch.Tensor] = []
+        self.before = self.score(model)
+
+    @torch.inference_mode()
+    def score(self, model: Decoder) -> Score:
+        """One forward a window."""
+        nll = kl = agree = compared = scored = 0.0
+        device, first = next(model.parameters()).device, not self.exact
+        with progress.task("score", len(self.rows), "windows") as advance:
+            for index, row in enumerate(self.rows.to(device)):
+                y = model.hidden(row[None])
+                if first and index < self.kl_windows:
+                    self.exact.append(y)
+                for start in range(0, len(row) - 1, SLICE_TOKENS):
+                    end = min(start + SLICE_TOKENS, len(row) - 1)
+                    q = model.head(y[:, start:end])[0].float().log_softmax(-1)
+                    target = row[start + 1 : end + 1, None]
+                    nll -= float(q.gather(-1, target).double().sum())
+                    scored += end - start
+                    if index < self.kl_windows and not first:
+                        p = self.head(self.exact[index][:, start:end])[0].float().log_softmax(-1)
+                        kl += float((p.exp() * (p - q)).sum())
+                        agree += float((p.argmax(-1) == q.argmax(-1)).sum())
+                        compared += end - start
+                advance(1, note=f"ppl {math.exp(nll / scored):.3f}")
+        compared = max(compared, 1.0)
+        return Score(ppl=math.exp(nll / scored), kl=kl / compared, top1_agreement=agree / compared)
+
+
+def widened(model: Decoder) -> Decoder:
+    """Packed layers as plain fp32 ones, so that every library's weights are scored alike."""
+    for name, packed in list(quantized_linears(model)):
+        weight = packed.dequantize()
+        bias = packed.bias is not None
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias, device=weight.device)
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        if packed.bias is not None:
+            plain.bias = nn.Parameter(packed.bias.float(), requires_grad=False)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    return model
+
+
+class PeakMemory:
+    """The most memory held since it was made: of the device, or of the process."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device.startswith("cuda")
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):  # where the kernel allows it; else since the start
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> int:
+        """Bytes."""
+        if self.cuda:
+            return torch.cuda.max_memory_allocated()
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class Bench:
     """The model's folder, its text, and the unquantized figures."""
 
@@ -107,53 +208,82 @@ class Bench:
         tokenizer = Tokenizer(self.folder)
         self.test_ids = torch.tensor(tokenizer.encode(split.test))
         self.calibration_ids = torch.tensor(tokenizer.encode(split.calibration))
-        self.base = self.load()
-        self.before = self.measure(self.base)
+        self.scorer = Scorer(self.load(), self.test_ids, args.windows, args.kl_windows)
+        self.before = self.scorer.before.ppl
+        self.blocks: dict[int, torch.Tensor] = {}
 
     def load(self):
         return hf.load_pretrained(self.folder, dtype=torch.float32, device=self.args.device)
 
-    def measure(self, model) -> float:
-        return perplexity(model, self.test_ids, max_windows=self.args.windows).ppl
-
-    def row(self, method: str, symmetric: bool, seed: int) -> dict:
-        """Quantize and measure once."""
-        args, chosen = self.args, recipe(self.args, method, symmetric)
-        model, blocks = self.load(), None
-        if method != "rtn":
-            blocks = calibration_blocks(
+    def calibration(self, seed: int) -> torch.Tensor:
+        """Token ids of a seed, chosen once."""
+        if seed not in self.blocks:
+            args = self.args
+            self.blocks[seed] = calibration_blocks(
                 self.calibration_ids, sequences=args.sequences, length=args.length, seed=seed
             ).to(args.device)
+        return self.blocks[seed]
+
+    def ours(self, method: str, symmetric: bool, seed: int) -> dict:
+        """Quantize with this package and measure."""
+        args, chosen = self.args, recipe(self.args, method, symmetric)
+        peak = PeakMemory(args.device)
+        start = time.perf_counter()
+        model = self.load()
+        loaded = time.perf_counter() - start
+        blocks = None if method == "rtn" else self.calibration(seed)
         result = quantize_model(model, blocks, chosen)
-        after = self.measure(model)
-        difference = compare(self.base, model, self.test_ids, max_windows=args.kl_windows)
-        return self.common() | {
+        memory = peak.read()
+        row = self.facts(method, symmetric, seed, self.scorer.score(model))
+        return row | {
             "impl": f"ours {method}",
-            "method": method,
             "format": "gptq",
-            "bits": args.bits,
-            "group_size": args.group_size,
-            "symmetric": symmetric,
             "act_order": chosen.gptq.order if method.endswith("gptq") else "natural",
             "options": options_of(chosen),
             "calibration_tokens": result.calibration_tokens,
-            "seed": seed,
-            "seconds": round(result.seconds, 1),
-            "peak_memory_gib": round(self.peak_bytes() / 2**30, 2),
-            "ppl_before": round(self.before, 4),
-            "ppl_after": round(after, 4),
-            "kl": round(difference.kl, 5),
-            "top1_agreement": round(difference.top1_agreement, 4),
-            "eval_tokens": args.windows * 1023,
+            "seconds": round(result.seconds + loaded, 1),
+            "peak_memory_gib": round(memory / 2**30, 2),
             "linear_bytes": int(packed_bytes(result.weights)),
             "worst": worst(result),
             "folds": [sum(fold.accepted for fold in result.folds), len(result.folds)],
         }
 
-    def peak_bytes(self) -> int:
-        if self.args.device.startswith("cuda"):
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def theirs(self, peer: Peer, variant: str, method: str, symmetric: bool, seed: int) -> dict:
+        """Quantize with another library and measure what our readers make of its files."""
+        args, ids = self.args, self.calibration(seed)
+        with tempfile.TemporaryDirectory(dir=env.cache_dir()) as folder:
+            out = Path(folder) / "out"
+            said = quantize_with(
+                peer, variant, model=self.folder, token_ids=ids, out=out, bits=args.bits,
+                group_size=args.group_size, symmetric=symmetric,
+            )  # fmt: skip
+            opened = open_model(out, "float32", args.device, prepare=False)
+        row = self.facts(method, symmetric, seed, self.scorer.score(widened(opened.model)))
+        return row | {
+            "impl": peer.impl,
+            "variant": variant,
+            "format": opened.weights.split()[0],
+            "calibration_tokens": ids.numel(),
+            "seconds": said["seconds"],
+            "peak_memory_gib": said["peak_memory_gib"],
+            "versions": row["versions"] | said["versions"],
+        }
+
+    def facts(self, method: str, symmetric: bool, seed: int, after: Score) -> dict:
+        """What every row has."""
+        args = self.args
+        return self.common() | {
+            "method": method,
+            "bits": args.bits,
+            "group_size": args.group_size,
+            "symmetric": symmetric,
+            "seed": seed,
+            "ppl_before": round(self.before, 4),
+            "ppl_after": round(after.ppl, 4),
+            "kl": round(after.kl, 5),
+            "top1_agreement": round(after.top1_agreement, 4),
+            "eval_tokens": args.windows * 1023,
+        }
 
     def common(self) -> dict:
         commit = subprocess.run(
@@ -201,33 +331,53 @@ def plan(args: argparse.Namespace) -> list[tuple[str, bool]]:
     return [(method, not args.asymmetric) for method in args.methods]
 
 
+def line_of(row: dict) -> str:
+    """A row for a person."""
+    return (
+        f"{row['impl']:24s} {row['method']:8s} {'sym ' if row['symmetric'] else 'asym'} "
+        f"seed {row['seed']} ppl {row['ppl_before']:.3f} -> {row['ppl_after']:.3f} fraction "
+        f"{row['fraction']:.3f} kl {row['kl']:.3f} top-1 {row['top1_agreement']:.3f} "
+        f"{row['seconds']:.0f} s {row['peak_memory_gib']:.2f} GiB"
+    )
+
+
+def measured(bench: Bench, args: argparse.Namespace) -> Iterator[dict]:
+    """Every row, plain rounding of a symmetry before what is compared with it."""
+    plans = [(bench.ours, method, symmetric) for method, symmetric in plan(args)]
+    if args.peers:
+        plans += [
+            (functools.partial(bench.theirs, peer, variant), method, symmetric)
+            for peer in PEERS
+            for method, symmetric, variant in peer.runs
+        ]
+    for symmetric in sorted({symmetric for _, _, symmetric in plans}, reverse=True):
+        yield bench.ours("rtn", symmetric, 0)
+    for seed in args.seeds:
+        for run, method, symmetric in plans:
+            yield run(method, symmetric, seed)
+
+
 def main() -> None:
     args = arguments()
+    keep_freed_memory()
     progress.set_mode("lines")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     bench, increase = Bench(args), {}
     target = ROOT / "benchmarks" / "results" / device_name(args.device) / "quantize.jsonl"
     fractions: dict[str, list[float]] = {}
-    for method, symmetric in plan(args):
-        todo = [] if symmetric in increase else [("rtn", 0)]
-        for chosen, seed in [*todo, *((method, seed) for seed in args.seeds)]:
-            row = bench.row(chosen, symmetric, seed)
-            rise = row["ppl_after"] - bench.before
-            row["fraction"] = round(rise / increase.setdefault(symmetric, rise), 4)
-            if chosen != "rtn":
-                name = f"{chosen} {'symmetric' if symmetric else 'asymmetric'}"
-                fractions.setdefault(name, []).append(row["fraction"])
-            print(
-                f"{chosen:8s} {'sym ' if symmetric else 'asym'} seed {seed} ppl "
-                f"{row['ppl_before']:.3f} -> {row['ppl_after']:.3f} fraction {row['fraction']:.3f} "
-                f"kl {row['kl']:.3f} top-1 {row['top1_agreement']:.3f} {row['seconds']:.0f} s",
-                flush=True,
-            )
-            if not args.dry_run:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with open(target, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+    for row in measured(bench, args):
+        rise = row["ppl_after"] - bench.before
+        row["fraction"] = round(rise / increase.setdefault(row["symmetric"], rise), 4)
+        if row["method"] != "rtn":
+            kind = "symmetric" if row["symmetric"] else "asymmetric"
+            name = f"{row['impl']} {row.get('variant', '')} {kind}".replace("  ", " ")
+            fractions.setdefault(name, []).append(row["fraction"])
+        print(line_of(row), flush=True)
+        if not args.dry_run:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
     summary = {
         name: {"mean": round(sum(v) / len(v), 4), "least": min(v), "most": max(v)}
         for name, v in fractions.items()

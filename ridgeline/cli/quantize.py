@@ -1,33 +1,24 @@
-"""`ridgeline quantize`: a Hugging Face folder in, a folder in 4 bits (or 2, 3, 8) out."""
+"""`ridgeline quantize`: a Hugging Face folder in, a folder in 4 bits (or 2, 3, 8) out.
+
+This module imports no torch: arguments that make no sense and files that are not there are refused
+in a fraction of a second (quantize_checks.py); the work is in quantize_work.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ridgeline.cli.command import Command, Result
-from ridgeline.cli.overwrite import check_out
-from ridgeline.cli.quantize_report import verdict, written_texts
-from ridgeline.cli.quantize_run import (
-    Job,
-    check_layers,
-    choose_job_widths,
-    journal_folder,
-    plan_text,
-    prepare,
-    run_job,
-)
+from ridgeline.cli.quantize_checks import check_request, journal_folder
 from ridgeline.cli.tables import bytes_text, table
-from ridgeline.core import progress
 from ridgeline.core.errors import bad_value
-from ridgeline.engine.load import Device, RunDtype
-from ridgeline.formats.convert import SourceFacts, target_layout
-from ridgeline.formats.gptq import GPTQFormat
-from ridgeline.quant.awq import AWQOptions
-from ridgeline.quant.gptq import GPTQOptions
-from ridgeline.quant.recipe import Override, Recipe, parse_override
+from ridgeline.quant.options import AWQOptions, GPTQOptions, Override, parse_override
 
+RunDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
 GATE_FAILED = 3
 """Exit code of a run whose result a gate refuses."""
 
@@ -103,13 +94,25 @@ class QuantizeConfig:
     """auto: the GPU where there is one."""
 
     def __post_init__(self) -> None:
-        recipe_of(self)
-        least = {"held_out_windows": 0, "batch_sequences": 1}
+        self.gptq_options()
+        self.overrides()
+        if self.group_size < 1:
+            raise bad_value("quantize", "group_size", "be at least 1", self.group_size, "e.g. 64")
+        least = {
+            "held_out_windows": 0, "batch_sequences": 1, "sequences": 1, "sequence_tokens": 2
+        }  # fmt: skip
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise bad_value(
                     "quantize", name, f"be at least {low}", getattr(self, name), "e.g. 4"
                 )
+        if self.format == "awq" and self.bits != 4:
+            raise bad_value("quantize", "bits", "be 4 in awq", self.bits, "choose another format")
+        if self.format == "awq" and self.solves and self.act_order == "activation":
+            raise bad_value(
+                "quantize", "act_order", "be static or natural in awq", "activation",
+                "use static, or another format",
+            )  # fmt: skip
         if self.target_bits is not None and (
             self.format == "awq" or self.method == "rtn" or not self.widths
         ):
@@ -128,6 +131,30 @@ class QuantizeConfig:
                     "quantize", name, "be 0 or more, with held-out text", got, "e.g. 0.1"
                 )
 
+    def gptq_options(self) -> GPTQOptions:
+        """How gptq solves a layer. Raises: ValueError for values out of range."""
+        return GPTQOptions(
+            order=self.act_order if self.solves else "static",
+            damping=self.damp,
+            clip_search=self.clip,
+        )
+
+    def awq_options(self) -> AWQOptions:
+        """How awq searches."""
+        return AWQOptions(clip=self.clip)
+
+    def overrides(self) -> tuple[Override, ...]:
+        """Exceptions in their order. Raises: ValueError for one that cannot be read."""
+        return (
+            *(Override(pattern=pattern, skip=True) for pattern in self.skip),
+            *(parse_override(text) for text in self.override),
+        )
+
+    @property
+    def solves(self) -> bool:
+        """Whether codes are found by gptq."""
+        return self.method in ("gptq", "awq+gptq")
+
     @property
     def symmetric(self) -> bool:
         """What `symmetry` comes to."""
@@ -136,78 +163,14 @@ class QuantizeConfig:
         return self.symmetry == "symmetric"
 
 
-def recipe_of(config: QuantizeConfig) -> Recipe:
-    """What the flags say, for quant. Raises: ValueError for values out of range."""
-    solves = config.method in ("gptq", "awq+gptq")
-    by_activation = solves and config.act_order == "activation"
-    facts = SourceFacts(symmetric=config.symmetric, desc_act=by_activation)
-    layout = target_layout(
-        GPTQFormat(bits=config.bits, group_size=config.group_size), config.format, facts
-    )
-    if by_activation and not layout.desc_act:
-        raise bad_value(
-            "quantize",
-            "act_order",
-            f"be static or natural in {config.format}",
-            "activation",
-            "use static, or another format",
-        )
-    return Recipe(
-        method=config.method,
-        layout=layout,
-        gptq=GPTQOptions(
-            order=config.act_order if solves else "static",
-            damping=config.damp,
-            clip_search=config.clip,
-        ),
-        awq=AWQOptions(clip=config.clip),
-        overrides=(
-            *(Override(pattern=pattern, skip=True) for pattern in config.skip),
-            *(parse_override(text) for text in config.override),
-        ),
-        batch_sequences=config.batch_sequences,
-        lm_head=config.lm_head,
-    )
-
-
 def quantize(config: QuantizeConfig) -> Result:
     """Quantize every linear of every block and write the folder, all or nothing.
 
     Raises: UserError for a model or text that cannot be used, text too short, an `out` that exists,
     a disk that refuses; ValueError for widths that the group size does not fit.
     """
-    if not config.dry_run:
-        check_out("quantize", config.out, config.model, overwrite=config.overwrite)
-    job = prepare(Job.of(config, recipe_of(config)))
-    check_layers(job.model, job.recipe)
-    progress.say(plan_text(job))
-    if config.dry_run:
-        return {"out": str(config.out), "dry_run": True, **job.said()}
-    choose_job_widths(job)
-    done, size, seen = run_job(job, lambda done, seen: written_texts(job, done, seen))
-    return {
-        "model": str(config.model),
-        "out": str(config.out),
-        "method": config.method,
-        "format": config.format,
-        "bits": config.bits,
-        "group_size": config.group_size,
-        "symmetric": config.symmetric,
-        "act_order": config.act_order,
-        "layers": len(done.reports),
-        "skipped": done.skipped,
-        "calibration_tokens": done.calibration_tokens,
-        "quantize_seconds": done.seconds,
-        "bytes": size.total_bytes,
-        "bytes_16bit": size.unquantized_bytes,
-        "worst": [asdict(report) for report in done.worst()],
-        "folds": [sum(fold.accepted for fold in done.folds), len(done.folds)],
-        "evaluation": None if done.evaluation is None else asdict(done.evaluation),
-        "gates": verdict(config.max_kl, config.max_ppl_increase, done),
-        "dry_run": False,
-        **job.said(),
-        **seen,
-    }
+    check_request(config)
+    return importlib.import_module("ridgeline.cli.quantize_work").run(config)
 
 
 def show(result: Result) -> str:

@@ -18,6 +18,7 @@ import torch
 
 import ridgeline
 from ridgeline.cli.calibration import Request, Tokens, read_tokens
+from ridgeline.cli.quantize_checks import journal_folder
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core import env, progress
 from ridgeline.core.dtypes import dtype_name, torch_dtype
@@ -67,11 +68,6 @@ class Job:
         return {"predicted": asdict(self.prediction)}
 
 
-def journal_folder(out: Path) -> Path:
-    """Where a run to `out` keeps finished blocks."""
-    return out.absolute().parent / f"{out.name}.quantize"
-
-
 def prepare(job: Job) -> Job:
     """Open the model and the text, and predict. Raises: UserError as `quantize`."""
     config = job.config
@@ -88,7 +84,6 @@ def prepare(job: Job) -> Job:
         job.tokens = read_tokens(_request(config), Tokenizer(config.model))
         if job.tokens.held_out_WS is None and config.held_out_windows:
             progress.say("quantize: no text is left to compare the models on; give --held-out")
-    _refuse_quantized(config.model)
     job.model = StreamedDecoder(config.model, dtype, job.device)
     norm = job.model.tensors.get("model.norm.weight").dtype
     job.recipe = replace(job.recipe, plain_dtype=dtype_name(norm))
@@ -96,16 +91,6 @@ def prepare(job: Job) -> Job:
         _shape(job), job.recipe, job.device.type, Rates.measure(job.device, dtype)
     )
     return job
-
-
-def _refuse_quantized(folder: Path) -> None:
-    entry = load_hf_config(folder).get("quantization_config")
-    if entry:
-        method = entry.get("quant_method", "unknown") if isinstance(entry, dict) else "unknown"
-        raise UserError(
-            f"quantize: {folder} must hold plain weights, got a {method} checkpoint; quantize the "
-            "model it was made from"
-        )
 
 
 def _request(config: QuantizeConfig) -> Request:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import logging
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ridgeline.core import env, progress
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.async_engine import AsyncEngine
 from ridgeline.engine.limits import Limits
-from ridgeline.engine.llm import EngineConfig
+from ridgeline.engine.llm import LLM, EngineConfig
 from ridgeline.engine.load import Device, RunDtype, is_quantized
 from ridgeline.engine.memory import plan
 from ridgeline.engine.server.config import ServerConfig, is_loopback
@@ -52,6 +53,9 @@ class ServeConfig:
     float32."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
+    tensor_parallel: int = 1
+    """GPUs that share the model, a process each (with --device cpu: processes); started here, or
+    torchrun's."""
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
     """Of the KV cache; auto: as activations."""
     max_model_len: int | None = None
@@ -122,6 +126,7 @@ class ServeConfig:
         return EngineConfig(
             dtype=dtype,
             device=self.device,
+            tensor_parallel=self.tensor_parallel,
             kv_dtype=self.kv_dtype,
             prefix_cache=self.prefix_cache,
             batch_invariant=self.batch_invariant,
@@ -162,8 +167,10 @@ def serve(config: ServeConfig) -> Result:
         )
     engine_config = config.engine(folder)
     if config.dry_run:
-        memory = plan(folder, engine_config)
+        memory = plan(folder, engine_config, max(config.tensor_parallel, env.world_size()))
         return {"folder": str(folder), "dry_run": True, "lines": list(memory.lines())}
+    if env.rank():
+        return _follow(folder, engine_config)
     server_config = config.server(folder.name)
     bound = bind(config.host, config.port)  # before the weights: a port in use is said at once
     try:
@@ -181,6 +188,17 @@ def serve(config: ServeConfig) -> Result:
     finally:
         bound.close()
     return {"folder": str(folder), "drained": finished}
+
+
+def _follow(folder: Path, config: EngineConfig) -> Result:
+    """Another rank of torchrun's: what rank 0 says, until it says stop. Signals are rank 0's."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        LLM(folder, config).follow()
+    except RuntimeError as error:
+        raise UserError(f"serve: rank {env.rank()}: {error}") from error
+    return {"folder": str(folder), "drained": True}
 
 
 def folder_of(model: str) -> Path:

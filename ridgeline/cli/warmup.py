@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result
 from ridgeline.cli.problems import resolve_arch
 from ridgeline.core import env, progress, registry
 from ridgeline.core.arch import Arch
+from ridgeline.core.dtypes import dtype_name
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.engine.weights import linear_shapes
 from ridgeline.kernels.attention.cute_sm90_backward_config import refuses as why_no_backward
 from ridgeline.kernels.attention.problem import AttentionProblem
 from ridgeline.kernels.w4a16.config import (
@@ -29,11 +32,16 @@ from ridgeline.kernels.w4a16.config import (
     uses_decode,
 )
 from ridgeline.kernels.w4a16.problem import W4A16Problem
+from ridgeline.nn.hf import load_config
+from ridgeline.nn.tensorfile import TensorFolder
+from ridgeline.quant.checkpoint import packed_layers, read_quantization
+from ridgeline.train.presets import PRESETS
 
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 """What compiling needs: importable name -> distribution."""
 _ATTENTION = "ridgeline.kernels.attention.cute_sm90"
 _W4A16 = "ridgeline.kernels.w4a16.cute_library"
+LAYER = r"([1-9]\d*)x([1-9]\d*)(:silu)?"
 _ROWS = (*range(1, DECODE_ROWS + 1), *range(DECODE_ROWS + 1, 1024, 8), *range(1024, 8193, 32))
 """Rows of activations at which a layer is asked for its kernel."""
 
@@ -56,10 +64,14 @@ class WarmupConfig:
     """Attention with capped scores."""
     sinks: bool = False
     """Attention with one sink logit a head."""
+    model: str | None = None
+    """A folder or the name of a training preset: its head dim, and its W4A16 layers as the engine
+    joins them; of a 4-bit folder group size, scale dtype and symmetry too."""
     layers: tuple[str, ...] = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "28672x8192")
-    """W4A16 layers, inputs x outputs; layers of like sizes share kernels."""
+    """W4A16 layers, inputs x outputs, with :silu for silu(gate) * up over a joined pair; layers of
+    like sizes share kernels."""
     group_sizes: tuple[int, ...] = (128,)
-    """Inputs that share a scale: 32, 64, 128, 256."""
+    """Inputs that share a scale: 32, 64, 128, 256; 0: all of a layer's."""
     scale_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Of the stored scales."""
     symmetric: bool = True
@@ -72,13 +84,13 @@ class WarmupConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise bad_value("warmup", "workers", "be at least 1", self.workers, "give a count")
-        for name in ("head_dims", "group_sizes"):
-            if any(value < 1 for value in getattr(self, name)):
+        for name, least in (("head_dims", 1), ("group_sizes", 0)):
+            if any(value < least for value in getattr(self, name)):
                 raise bad_value(
                     "warmup", name, "be positive", getattr(self, name), "give sizes such as 128"
                 )
         for layer in self.layers:
-            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", layer):
+            if not re.fullmatch(LAYER, layer):
                 raise bad_value(
                     "warmup", "layers", "be inputs x outputs", repr(layer), "give e.g. 4096x14336"
                 )
@@ -108,6 +120,7 @@ def warmup(config: WarmupConfig) -> Result:
             "pass --arch sm90 to compile for a Hopper GPU that is not here",
         )  # fmt: skip
     check_tools()
+    config = of_model(config)
     jobs = [*attention_jobs(config, arch), *w4a16_jobs(config, arch)]
     cache, start = env.cache_dir() / "cute", time.monotonic()
     there = {str(file) for file in cache.rglob("*.so")}
@@ -123,6 +136,50 @@ def warmup(config: WarmupConfig) -> Result:
         "seconds": round(time.monotonic() - start, 1),
         "compiled": sum(not row["cached"] for row in rows),
         "kernels": sorted(rows, key=lambda row: (row["op"], row["what"], row["file"])),
+    }
+
+
+def of_model(config: WarmupConfig) -> WarmupConfig:
+    """The config with what `model` says filled in.
+
+    Raises: UserError for a folder that cannot be read; ValueError for a preset that is not known,
+    and for a flag that says otherwise than the model.
+    """
+    if config.model is None:
+        return config
+    folder = Path(config.model)
+    if config.model in PRESETS:
+        shape, found = PRESETS[config.model], {}
+    else:
+        shape, found = load_config(folder), _quantized_with(folder)
+    found |= {"head_dims": (shape.head_dim,), "layers": tuple(map(str, linear_shapes(shape)))}
+    for name, value in found.items():
+        given, usual = getattr(config, name), WarmupConfig.__dataclass_fields__[name].default
+        if given not in (usual, value):
+            raise bad_value("warmup", name, f"be {value}, the model's", given, "leave it out")
+    return replace(config, model=None, **found)
+
+
+def _quantized_with(folder: Path) -> dict[str, Any]:
+    """Group sizes, scale dtype and symmetry of a quantized folder; nothing of a plain one."""
+    quantization = read_quantization(folder)[1]
+    if quantization is None:
+        return {}
+    tensors = TensorFolder(folder)
+    sizes: set[int] = set()
+    weight = None
+    for layer, parts in packed_layers(tensors.names).items():
+        layout = quantization.layout_of(layer)
+        if layout is not None and layout.bits == 4:
+            if weight is None:
+                weight = layout.unpack({part: tensors.get(f"{layer}.{part}") for part in parts})
+            sizes.add(layout.group_size or 0)
+    if weight is None:
+        raise UserError(f"warmup: {folder} must hold 4-bit layers, got none; name the layers")
+    return {
+        "group_sizes": tuple(sorted(sizes)),
+        "scale_dtype": dtype_name(weight.scale_NR.dtype),
+        "symmetric": weight.zero_NR is None,
     }
 
 
@@ -177,15 +234,18 @@ def w4a16_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
     for dtype in config.dtypes:
         for group_size in config.group_sizes:
             for layer in config.layers:
-                k, n = map(int, layer.split("x"))
+                match = re.fullmatch(LAYER, layer)
+                assert match is not None
+                k, n = int(match[1]), int(match[2])
                 problem = W4A16Problem(
                     m=1,
                     n=n,
                     k=k,
-                    group_size=group_size,
+                    group_size=group_size or k,
                     dtype=dtype,
                     scale_dtype=config.scale_dtype,
                     symmetric=config.symmetric,
+                    silu_mul=match[3] is not None,
                 )
                 registry.select(problem, arch, "cute_sm90")
                 for kernel in layer_kernels(problem, arch):

@@ -5,17 +5,21 @@ RIDGELINE_CACHE        folder for converted weights, measured ceilings, tuned ti
 RIDGELINE_WHEELS       a folder with wheels fetched by hand (core/assets.py looks there first)
 RIDGELINE_IMPL_<OP>    an implementation's name for an op, e.g. RIDGELINE_IMPL_ATTENTION=ref;
                        an explicit `impl=` argument beats it, it beats the heuristic
+RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, lengths) on the GPU,
+                       where the host does not look at them, and trap on a wrong one
 RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
                        (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
 RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
-TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL   PyTorch's own, set where they are not (record_collectives,
-                       quiet_profiler)
+TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   PyTorch's own and
+                       its libraries', set where they are not (record_collectives, quiet_profiler,
+                       stay_on_loopback)
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -86,6 +90,14 @@ def join_ranks(rank: int, size: int, port: int) -> None:
     }
 
 
+def stay_on_loopback() -> None:
+    """Let processes of one machine talk over its loopback interface alone; to be called before
+    their process group is made."""
+    if sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+
+
 def record_collectives(count: int = 512) -> None:
     """Let PyTorch remember the last collectives of this process, for a report of a hang; to be
     called before the process group is made."""
@@ -101,3 +113,8 @@ def quiet_profiler() -> None:
 def triton_interpreted() -> bool:
     """True where Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")
+
+
+def kernel_debug() -> bool:
+    """True where kernels check the values of index tensors on the device (RIDGELINE_DEBUG=1)."""
+    return os.environ.get("RIDGELINE_DEBUG", "0") not in ("", "0", "false")

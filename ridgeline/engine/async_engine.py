@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from ridgeline.engine.errors import DrainingError, EngineDeadError, QueueFullErr
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.outputs import EngineStats, Health, HealthState, RequestOutput
 from ridgeline.engine.params import MaskFactory, Request, SamplingParams
+from ridgeline.engine.weights import Weights
 
 STALL_AFTER_S = 60.0
 MAX_FAILURES = 3
@@ -93,6 +95,10 @@ class AsyncEngine:
         self._reload_lock = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="ridgeline-engine", daemon=True)
         self._thread.start()
+        if llm.workers is not None:
+            llm.workers.on_loss = self._lose
+            if (why := llm.why_lost()) is not None:
+                self._lose(why)
 
     @classmethod
     def open(cls, folder: Path | str, config: EngineConfig | None = None) -> AsyncEngine:
@@ -245,20 +251,36 @@ class AsyncEngine:
         async with self._reload_lock:
             self._reloading = True
             try:
-                loop = asyncio.get_running_loop()
-                weights = await loop.run_in_executor(None, self.llm.load_beside, folder)
-                await self._call(lambda: self.llm.swap(weights, folder))
+                weights = await self._load_everywhere(folder)
+                await self._call(lambda: self.llm.swap(weights))
             finally:
                 self._reloading = False
 
+    async def _load_everywhere(self, folder: Path) -> Weights:
+        """Every rank loads beside what runs; steps go on. Rank 0's part, once all are ready."""
+        llm, loop = self.llm, asyncio.get_running_loop()
+        place = str(Path(folder).resolve())
+        await self._call(lambda: llm.ask_ranks("load", place))
+        try:
+            weights = await loop.run_in_executor(None, llm.load_beside, folder)
+            while not await self._call(llm.ranks_loaded):
+                await asyncio.sleep(0.05)
+        except BaseException:
+            with contextlib.suppress(EngineDeadError):
+                await self._call(lambda: llm.ask_ranks("drop"))
+            raise
+        return weights
+
     async def close(self) -> None:
-        """Abort everything and end the thread."""
-        if not self._thread.is_alive():
-            return
+        """Abort everything, end the thread and the other ranks."""
         with self._condition:
             self._closing = True
             self._condition.notify()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        # A thread that waits for a rank that is gone may never end.
+        patience_s = None if self._dead is None else 5.0
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._thread.join, patience_s)
+        await loop.run_in_executor(None, self.llm.close, self._dead is None)
 
     # ---- reservations: under the condition ---------------------------------------------------
 
@@ -308,6 +330,8 @@ class AsyncEngine:
 
         def command() -> None:
             try:
+                if self._dead is not None:
+                    raise EngineDeadError(f"engine: {self._dead}")
                 result = work()
             except Exception as error:  # handed to who waits
                 future.set_exception(error)
@@ -325,15 +349,16 @@ class AsyncEngine:
         core, failures = self.llm.core, 0
         while True:
             with self._condition:
-                while not (self._commands or core.has_work or self._closing):
+                while not (self._commands or core.has_work or self._closing or self._dead):
                     self._condition.wait()
+                if self._dead is not None:
+                    return
                 commands = list(self._commands)
                 self._commands.clear()
             if self._closing:
                 for command in commands:
                     command()
                 self._deliver(core.abort_all("abort"))
-                self.llm.close()
                 return
             try:
                 for command in commands:
@@ -352,12 +377,25 @@ class AsyncEngine:
         _log.exception("a step of the engine failed")
         core = self.llm.core
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if failures >= MAX_FAILURES or self.llm.group is not None:
-            self._dead = f"steps failed, the last with {why}"
+        if self._dead is None and (failures >= MAX_FAILURES or self.llm.group is not None):
+            self._dead = self.llm.why_lost() or f"steps failed, the last with {why}"
         self._deliver(core.abort_all("error", f"the engine failed: {why}"))
         core.scheduler.pool.forget_all()
-        if self._dead is None:
-            return
+        if self._dead is not None:
+            self._forsake()
+
+    def _lose(self, why: str) -> None:
+        """A rank is gone, told by who watches it: nothing can be computed any more."""
+        with self._condition:
+            if self._closing or self._dead is not None:
+                return
+            self._dead = why
+            self._condition.notify()
+        _log.critical("the engine ends: %s", why)
+        self._forsake()
+
+    def _forsake(self) -> None:
+        """Tell everyone who waits that the engine is dead."""
         with self._condition:
             commands = list(self._commands)
             self._commands.clear()
@@ -367,8 +405,10 @@ class AsyncEngine:
             self._reserved_tokens = 0
         for command in commands:
             command()
+        error = EngineDeadError(f"engine: {self._dead}")
         for stream in left:
-            stream.loop.call_soon_threadsafe(stream.put, EngineDeadError(f"engine: {self._dead}"))
+            with contextlib.suppress(RuntimeError):  # its loop was closed
+                stream.loop.call_soon_threadsafe(stream.put, error)
 
     def _abort(self, request_id: str) -> None:
         output = self.llm.core.abort(request_id)

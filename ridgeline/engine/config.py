@@ -8,6 +8,7 @@ from typing import Literal
 from ridgeline.core.errors import bad_value
 from ridgeline.engine.limits import Limits
 
+MAX_RANKS = 64
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 
@@ -21,6 +22,9 @@ class EngineConfig:
     """auto, cpu, cuda."""
     kv_dtype: KVDtype = "auto"
     """Of cached keys and values; auto: the activations', fp8: half of 16 bits, with scales."""
+    tensor_parallel: int = 1
+    """Processes that share the model, a GPU each (or CPU processes); the first starts the others.
+    Under torchrun its processes, whatever this says, which then must be 1 or their number."""
     max_model_len: int | None = None
     """Tokens of prompt plus output; None: the model's context, or what fits in the cache."""
     max_num_seqs: int | None = None
@@ -49,6 +53,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise bad_value("engine", name, "be a whole number >= 1", value, "raise it")
+        ranks = self.tensor_parallel
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+            rule = f"be a whole number in 1 .. {MAX_RANKS}"
+            raise bad_value("engine", "tensor_parallel", rule, ranks, "change it")
         if self.page_tokens is not None and self.page_tokens not in (8, 16, 32, 64, 128, 256):
             raise bad_value(
                 "engine", "page_tokens", "be 8, 16, 32, .. 256", self.page_tokens, "change it"

@@ -27,7 +27,8 @@ from ridgeline.engine.sequence import Sequence as Choice
 from ridgeline.engine.sequence import Status, sequences_of
 from ridgeline.engine.speculate import Lookup
 
-Run = Callable[[StepBatch], torch.Tensor]
+Run = Callable[[StepBatch], torch.Tensor | list[int]]
+"""Logits of a step's rows, or their likeliest tokens where the batch says `greedy`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,10 +163,13 @@ class EngineCore:
             return outputs
         start_s = self.clock()
         self._count_started(plan.works, start_s)
-        batch = StepBatch.of(plan)
-        logits = self.run(batch)
         rows = [row for work in plan.works if work.samples for row in self._rows(work)]
-        sampled = sample(logits, rows) if rows else Sampled([])
+        batch = StepBatch.of(plan, greedy=all(row.takes_likeliest for row in rows))
+        found = self.run(batch)
+        if isinstance(found, list):
+            sampled = Sampled(found, [None] * len(found))
+        else:
+            sampled = sample(found, rows) if rows else Sampled([])
         now_s = self.clock()
         deltas: dict[str, list[Delta]] = {}
         place = new_tokens = 0

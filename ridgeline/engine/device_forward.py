@@ -4,17 +4,21 @@ and the matmuls instead of two dozen, each of them launch-bound at decode sizes.
     y = norm(x += delta) ; q, cache = rotate(qkv) ; o = attention ; delta = out o
     y = norm(x += delta) ; delta = down(silu(gate) up)
 
-The same numbers as forward.py's, rounded at the same places (kernels/step).
+The same numbers as forward.py's, rounded at the same places (kernels/step). One row of plain
+weights can go further (RowForward): norm, matmul and gate are one kernel then; whether that is
+faster is measured where it runs (graphs.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.paged import FP8, DeviceAttention
-from ridgeline.engine.weights import LayerWeights
+from ridgeline.engine.weights import Dense, LayerWeights, Linear
 from ridgeline.kernels.step.op import for_tensor
 
 
@@ -33,7 +37,7 @@ class DeviceForward(Forward):
         delta: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps)
-            q_PHD = self._rotated(index, layer, y_PC, positions_P, attend)
+            q_PHD = self._rotated(index, layer, layer.qkv(y_PC), positions_P, attend)
             o_PHD = attend.read(index, q_PHD, layer.window)
             delta = self._summed(layer.out(o_PHD.flatten(1)))
             y_PC = step.add_rms_norm(x_PC, delta, layer.mlp_norm, eps)
@@ -45,14 +49,14 @@ class DeviceForward(Forward):
         self,
         index: int,
         layer: LayerWeights,
-        y_PC: torch.Tensor,
+        qkv_PK: torch.Tensor,
         positions_P: torch.Tensor,
         attend: DeviceAttention,
     ) -> torch.Tensor:
         """Rotated queries; keys and values go to the cache."""
         weights, cache = self.weights, attend.cache
         H, G, D = weights.heads, weights.kv_heads, weights.config.head_dim
-        qkv_PHD = layer.qkv(y_PC).view(-1, H + 2 * G, D)
+        qkv_PHD = qkv_PK.view(-1, H + 2 * G, D)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = weights.config.norm_eps
             q = F.rms_norm(qkv_PHD[:, :H], (D,), layer.q_norm, eps)
@@ -66,3 +70,54 @@ class DeviceForward(Forward):
             attend.batch.slots_P,
             (cache.flat_k[index], cache.flat_v[index]),
         )
+
+
+class RowForward(DeviceForward):
+    """One decoding row of a model with plain weights: five kernels a layer beside the attention."""
+
+    @classmethod
+    def of(cls, forward: Forward) -> RowForward | None:
+        """That of a forward's weights; None where they are not plain, or split over ranks."""
+        weights = forward.weights
+        linears = [linear for layer in weights.layers for linear in layer.linears()]
+        plain = all(isinstance(each, Dense) and not each.invariant for each in linears)
+        if not plain or weights.shard.ranks > 1:
+            return None
+        made = cls.__new__(cls)
+        made.__dict__.update(forward.__dict__)
+        return made
+
+    def hidden(
+        self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Hidden states before the final norm, [1, C]."""
+        assert isinstance(attend, DeviceAttention) and token_ids_P.shape[0] == 1
+        weights, eps = self.weights, self.weights.config.norm_eps
+        x_1C = F.embedding(token_ids_P, weights.embedding_VC)
+        step = for_tensor(x_1C)
+        delta: torch.Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            qkv, out, gate_up, down = (_dense(linear) for linear in layer.linears())
+            x_1C, qkv_1K = step.norm_linear(
+                x_1C, delta, layer.input_norm, eps, qkv.weight_NK, qkv.bias_N
+            )
+            q_1HD = self._rotated(index, layer, qkv_1K, positions_P, attend)
+            o_1HD = attend.read(index, q_1HD, layer.window)
+            delta = step.row_linear(o_1HD.flatten(1), out.weight_NK, out.bias_N)
+            x_1C, gated_1F = step.norm_linear(
+                x_1C, delta, layer.mlp_norm, eps, gate_up.weight_NK, gate_up.bias_N, gated=True
+            )
+            delta = step.row_linear(gated_1F, down.weight_NK, down.bias_N)
+        return x_1C if delta is None else x_1C + delta
+
+    def logits(self, x_RC: torch.Tensor, wide_rows: Sequence[int] = ()) -> torch.Tensor:
+        """Logits of one hidden state, fp32 [1, V]."""
+        del wide_rows
+        weights, eps = self.weights, self.weights.config.norm_eps
+        y_1C = for_tensor(x_RC).add_rms_norm(x_RC, None, weights.norm, eps)
+        return for_tensor(x_RC).row_linear(y_1C, weights.head.weight_NK, dtype=torch.float32)
+
+
+def _dense(linear: Linear) -> Dense:
+    assert isinstance(linear, Dense)
+    return linear

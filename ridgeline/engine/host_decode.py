@@ -22,7 +22,10 @@ from ridgeline.engine.forward import RotaryTable
 from ridgeline.engine.paged import PagedKV, Span
 from ridgeline.engine.weights import Dense, Linear, Packed, Weights
 from ridgeline.kernels.attention.cpu import decode_one
+from ridgeline.kernels.w4a16.cpu import bags_of
 from ridgeline.kernels.w4a16.cpu import forward as packed_forward
+from ridgeline.kernels.w4a16.cpu_bags import Bags, multiply
+from ridgeline.kernels.w4a16.prepared import Prepared
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,7 +36,11 @@ class HostDecoder:
     def __init__(self, weights: Weights, rotary: RotaryTable, cache: PagedKV) -> None:
         self.weights, self.rotary, self.cache = weights, rotary, cache
         config = weights.config
-        self.calls = [tuple(map(_direct, layer.linears())) for layer in weights.layers]
+        self.calls = [
+            tuple(_direct(linear, weights.dtype) for linear in layer.linears())
+            for layer in weights.layers
+        ]
+        self.head = _direct(weights.head, weights.dtype)
         self.norms = [
             (layer.input_norm.float()[None], layer.mlp_norm.float()[None])
             for layer in weights.layers
@@ -67,12 +74,12 @@ class HostDecoder:
         for index, layer in enumerate(weights.layers):
             qkv, out, gate_up, down = self.calls[index]
             first_norm, second_norm = self.norms[index]
-            qkv_HD = qkv(self._norm(x_1C, first_norm).to(dtype)).view(-1, D)
+            qkv_HD = qkv(self._norm(x_1C, first_norm)).view(-1, D)
             qk_HD = qkv_HD[: H + G].float()
             if layer.q_norm is not None and layer.k_norm is not None:
                 eps = self.eps
-                q = F.rms_norm(qkv_HD[:H], (D,), layer.q_norm, eps).float()
-                k = F.rms_norm(qkv_HD[H : H + G], (D,), layer.k_norm, eps).float()
+                q = F.rms_norm(qk_HD[:H], (D,), layer.q_norm.float(), eps)
+                k = F.rms_norm(qk_HD[H:], (D,), layer.k_norm.float(), eps)
                 qk_HD = torch.cat((q, k))
             turned_HD = torch.mm(qk_HD, self.rotation_DD)
             cache.flat_k[index][slot].copy_(turned_HD[H:])
@@ -82,12 +89,12 @@ class HostDecoder:
                 k_TGD, v_TGD = k_TGD[-layer.window :], v_TGD[-layer.window :]
             o_1K = decode_one(turned_HD[:H].to(dtype), k_TGD, v_TGD, self.scale)
             x_1C.add_(out(o_1K))
-            y_1F = gate_up(self._norm(x_1C, second_norm).to(dtype))
+            y_1F = gate_up(self._norm(x_1C, second_norm))
             if not layer.gated:
                 gate, up = y_1F.chunk(2, dim=-1)
                 y_1F = F.silu(gate).mul_(up)
             x_1C.add_(down(y_1F))
-        return _direct(weights.head)(self._norm(x_1C, self.last_norm).to(dtype))
+        return self.head(self._norm(x_1C, self.last_norm))
 
     def _norm(self, x_1C: torch.Tensor, weight_1C: torch.Tensor) -> torch.Tensor:
         length = float(torch.linalg.vector_norm(x_1C))
@@ -100,12 +107,32 @@ class HostDecoder:
         self.rotation_DD[self._exchanged, self._diagonal] = sin_D
 
 
-def _direct(linear: Linear) -> Call:
-    """A linear's function without the checks of a public call."""
+def _direct(linear: Linear, dtype: torch.dtype) -> Call:
+    """A linear's function of an fp32 row, without the checks of a public call."""
     if isinstance(linear, Dense):
         weight_NK, bias_N = linear.weight_NK, linear.bias_N
-        return lambda x_1K: F.linear(x_1K, weight_NK, bias_N)
+        return lambda x_1K: F.linear(x_1K.to(dtype), weight_NK, bias_N)
     if isinstance(linear, Packed) and linear.prepared.impl == "cpu":
         prepared, bias = linear.prepared, linear.bias_N
-        return lambda x_1K: packed_forward(x_1K, prepared, bias)
-    return linear
+        bags = bags_of(prepared)
+        if bags is not None:
+            return _bagged(bags, prepared, bias)
+        return lambda x_1K: packed_forward(x_1K.to(dtype), prepared, bias)
+    return lambda x_1K: linear(x_1K.to(dtype))
+
+
+def _bagged(bags: Bags, prepared: Prepared, bias_N: torch.Tensor | None) -> Call:
+    """A packed linear in fp32 from end to end."""
+    n, gated = prepared.n, prepared.silu_mul
+    wide_N = None if bias_N is None else bias_N.float()
+
+    def call(x_1K: torch.Tensor) -> torch.Tensor:
+        out_1N = multiply(x_1K, bags, n)
+        if wide_N is not None:
+            out_1N.add_(wide_N)
+        if not gated:
+            return out_1N
+        gate, up = out_1N.chunk(2, dim=-1)
+        return F.silu(gate, inplace=True).mul_(up)
+
+    return call

@@ -1,11 +1,14 @@
 """A model ready to generate: `LLM(folder).generate(prompts, SamplingParams())`.
 
-Puts the pieces together: loaded weights, the memory plan, pages, runner, scheduler, core. Under
-torchrun every process makes the same LLM; rank 0 generates and the others `follow()`.
+Puts the pieces together: loaded weights, the memory plan, pages, runner, scheduler, core. With
+tensor_parallel it starts the other ranks itself; under torchrun every process makes the same LLM,
+rank 0 generates and the others `follow()`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.core import env
 from ridgeline.core.arch import detect
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.core.errors import bad_value
@@ -22,17 +26,22 @@ from ridgeline.engine.client import ModelInfo, Pooling
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.counters import Counters
-from ridgeline.engine.errors import ReloadError
+from ridgeline.engine.errors import EngineDeadError, ReloadError
+from ridgeline.engine.follow import Follower
 from ridgeline.engine.load import OpenModel, choose_device, open_model, run_dtype
-from ridgeline.engine.memory import MemoryPlan, kv_dtype_of, plan_sizes
+from ridgeline.engine.memory import MemoryPlan, check_ranks, kv_dtype_of, plan_sizes
 from ridgeline.engine.outputs import FinishReason, RequestOutput, TokenLogprob, Usage
 from ridgeline.engine.paged import FP8, PagedKV
 from ridgeline.engine.params import MaskFactory, Request, SamplingParams
 from ridgeline.engine.runner import Runner, StepBatch
 from ridgeline.engine.scheduler import Scheduler, SchedulerConfig
 from ridgeline.engine.weights import Shard, Weights, weights_of
+from ridgeline.engine.workers import Workers
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
+
+LOSS_S = 5.0
+"""How long after a collective failed a rank's end may become known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +83,9 @@ class LLM:
 
     model: a Hugging Face folder, plain or quantized, or a Decoder or Weights in memory (with a
     tokenizer for text; without one prompts are token ids and outputs have no text).
-    Raises: UserError for a folder that is not a model, or one that does not fit.
+    config.tensor_parallel > 1: the other ranks are started here, from a folder; `close()` ends
+    them. group: of a process that somebody else started as a rank.
+    Raises: UserError for a folder that is not a model, one that does not fit, a rank that fails.
     """
 
     def __init__(
@@ -84,35 +95,86 @@ class LLM:
         *,
         tokenizer: Any = None,
         name: str | None = None,
+        group: tp.Group | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        opened = _open(Path(model), self.config) if isinstance(model, Path | str) else None
+        self.workers: Workers | None = None
+        self.group = group or self._start_ranks(model)
+        try:
+            self._make(model, tokenizer, name)
+        except BaseException:
+            if self.workers is not None:
+                self.workers.end()
+            raise
+
+    def _make(
+        self, model: Path | str | Decoder | Weights, tokenizer: Any, name: str | None
+    ) -> None:
+        folder = Path(model) if isinstance(model, Path | str) else None
+        self.shard = self._shard(None if folder is None else choose_device(self.config.device))
+        opened = None if folder is None else _open(folder, self.config, self.shard)
         self.folder = None if opened is None else opened.folder
         self.tokenizer = tokenizer if opened is None else opened.tokenizer
         source = model if opened is None else opened.model
         assert isinstance(source, Decoder | Weights)
-        device = source.device if isinstance(source, Weights) else _device_of(source)
-        self.group = tp.start(device)
-        self.shard = _shard_of(self.group)
         weights = source if isinstance(source, Weights) else self._weights(source)
         self.shape = weights.config
-        self.plan = plan_sizes(
-            self.shape,
-            _resident_bytes(weights) * self.shard.ranks,
-            weights.dtype,
-            device,
-            self.config,
-            self.shard.ranks,
-        )
+        self.plan = self._plan(weights)
         self.runner = self._runner(weights)
         self.info = self._info(weights, opened, name)
         self.counters = Counters(
             weight_bytes=weights.read_bytes(),
             kv_token_bytes=self.plan.kv_bytes_per_token,
-            read_ceiling=detect(device).ceilings.read_gbps * 1e9,
+            read_ceiling=detect(weights.device).ceilings.read_gbps * 1e9,
         )
         self.core = self._core()
         self._names = 0
+
+    def _start_ranks(self, model: Path | str | Decoder | Weights) -> tp.Group | None:
+        """The ranks that torchrun started, or those of config.tensor_parallel; None: this one."""
+        ranks, world = self.config.tensor_parallel, env.world_size()
+        in_memory = not isinstance(model, Path | str)
+        if ranks > 1 and world > 1 and ranks != world:
+            rule = f"be 1 or torchrun's {world} processes"
+            raise bad_value("engine", "tensor_parallel", rule, ranks, "leave it out")
+        if ranks == world == 1:
+            return None
+        if in_memory:
+            if world == 1:
+                rule = "be 1 with a model in memory"
+                raise bad_value("engine", "tensor_parallel", rule, ranks, "save it and give a path")
+            return tp.start(model.device if isinstance(model, Weights) else _device_of(model))
+        device = choose_device(self.config.device)
+        if world > 1:
+            return tp.start(device)
+        check_ranks(Path(model), ranks, device)
+        self.workers = Workers(Path(model), self.config, device)
+        return self.workers.group
+
+    def _shard(self, device: torch.device | None) -> Shard:
+        """device: where a model's parts go that was opened on the CPU."""
+        group = self.group
+        if group is None:
+            return Shard()
+        own = None if device is None or device.type == "cpu" else group.device
+        return Shard(rank=group.rank, ranks=group.ranks, device=own)
+
+    def _plan(self, weights: Weights) -> MemoryPlan:
+        """What fits; with several ranks, what fits on each of them."""
+        ranks = self.shard.ranks
+        found = plan_sizes(
+            weights.config,
+            _resident_bytes(weights) * ranks,
+            weights.dtype,
+            weights.device,
+            self.config,
+            ranks,
+        )
+        if self.group is None:
+            return found
+        self.group.meet()
+        pages, longest = self.group.least([found.num_pages, found.max_model_len])
+        return replace(found, num_pages=pages, max_model_len=longest)
 
     @property
     def rank(self) -> int:
@@ -226,7 +288,7 @@ class LLM:
 
         Raises: ReloadError for another architecture, dtype or tokenizer; UserError as open_model.
         """
-        opened = _open(Path(folder), replace(self.config, dtype=self.info.dtype))
+        opened = _open(Path(folder), replace(self.config, dtype=self.info.dtype), self.shard)
         decoder = opened.model
         if decoder.config != self.shape:
             differ = _differences(decoder.config, self.shape)
@@ -241,10 +303,38 @@ class LLM:
             )
         return self._weights(decoder)
 
-    def swap(self, weights: Weights, folder: Path) -> None:
-        """Run with other weights from the next step on: what is in the cache is computed anew."""
+    def reload(self, folder: Path) -> None:
+        """Load another folder and run with it. Raises: as load_beside; the old weights go on."""
+        self.ask_ranks("load", str(Path(folder).resolve()))
+        try:
+            weights = self.load_beside(folder)
+            while not self.ranks_loaded():
+                time.sleep(0.01)
+        except BaseException:
+            self.ask_ranks("drop")
+            raise
+        self.swap(weights)
+
+    def ranks_loaded(self) -> bool:
+        """Whether every other rank is ready to swap. Raises: ReloadError where one cannot."""
+        if self.group is None:
+            return True
+        self.ask_ranks("loaded")
+        states = self.group.report("ready")
+        for rank, (state, text) in enumerate(states):
+            if state == "failed":
+                raise ReloadError(f"reload: rank {rank}: {text}")
+        return all(state == "ready" for state, _ in states)
+
+    def ask_ranks(self, kind: str, body: object = None) -> None:
+        """Tell the other ranks something, between two steps."""
         if self.group is not None:
-            self.group.send("reload", str(folder))
+            self.group.send(kind, body)
+
+    def swap(self, weights: Weights) -> None:
+        """Run with other weights from the next step on, on every rank: what is in the cache is
+        computed anew."""
+        self.ask_ranks("swap")
         self.runner.set_weights(weights)
         self.core.scheduler.preempt_all()
         self.counters.weight_bytes = weights.read_bytes()
@@ -255,21 +345,25 @@ class LLM:
     def follow(self) -> None:
         """Ranks other than 0: compute what rank 0 says until it closes."""
         assert self.group is not None and self.rank
-        tp.follow(
-            self.group,
-            {
-                "step": lambda body: self.runner.run(StepBatch.from_message(body)),
-                "embed": lambda body: self.runner.embed(*body),
-                "reload": lambda body: self.runner.set_weights(self.load_beside(Path(body))),
-                "idle": lambda body: None,
-            },
-        )
+        Follower(self).run()
 
-    def close(self) -> None:
-        """Let the other ranks go."""
-        if self.group is not None and not self.rank:
-            self.group.send("stop")
-            self.group = None
+    def why_lost(self, within_s: float = 0.0) -> str | None:
+        """Why a rank is gone, where one is (or is within so many seconds)."""
+        return None if self.workers is None else self.workers.why(within_s)
+
+    def close(self, stop: bool = True) -> None:
+        """Let the other ranks go, and wait for those that were started here.
+
+        stop: they listen; False: a step of theirs may never end, so started ones are killed.
+        """
+        group, self.group = self.group, None
+        stop = stop and self.why_lost() is None
+        if group is not None and not self.rank and stop:
+            with contextlib.suppress(RuntimeError):  # a rank that is gone just now
+                group.send("stop")
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.end(stop)
 
     # ---- making ------------------------------------------------------------------------------
 
@@ -315,10 +409,16 @@ class LLM:
             counters=self.counters,
         )
 
-    def _run(self, batch: StepBatch) -> torch.Tensor:
-        if self.group is not None:
+    def _run(self, batch: StepBatch) -> torch.Tensor | list[int]:
+        if self.group is None:
+            return self.runner.run(batch)
+        try:
             self.group.send("step", batch.to_message())
-        return self.runner.run(batch)
+            return self.runner.run(batch)
+        except RuntimeError as error:
+            if (why := self.why_lost(LOSS_S)) is None:
+                raise
+            raise EngineDeadError(f"engine: {why}") from error
 
     def _info(self, weights: Weights, opened: OpenModel | None, name: str | None) -> ModelInfo:
         eos = set(weights.config.eos_token_ids)
@@ -340,16 +440,14 @@ class LLM:
         )
 
 
-def _open(folder: Path, config: EngineConfig) -> OpenModel:
+def _open(folder: Path, config: EngineConfig, shard: Shard) -> OpenModel:
+    """The whole model, on the CPU where only this rank's part goes to the device."""
     device = choose_device(config.device)
     if not folder.is_dir():  # says what is missing
         return open_model(folder, config.dtype, device.type)
     dtype = run_dtype(folder, config.dtype, device)
-    return open_model(folder, dtype, device.type, prepare=False)
-
-
-def _shard_of(group: tp.Group | None) -> Shard:
-    return Shard() if group is None else Shard(rank=group.rank, ranks=group.ranks)
+    where = device.type if shard.device is None else "cpu"
+    return open_model(folder, dtype, where, prepare=False)
 
 
 def _device_of(decoder: Decoder) -> torch.device:

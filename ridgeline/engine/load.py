@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError
-from ridgeline.kernels.w4a16.cpu import int4_refusal
+from ridgeline.kernels.w4a16.cpu import one_row_refusal
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import (
     assign_weights,
@@ -93,8 +93,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def run_dtype(folder: Path | str, name: str, device: torch.device) -> str:
-    """choose_dtype for an engine: auto is bfloat16 on a CPU too for a folder whose 4-bit layers
-    PyTorch's int4 kernel holds exactly, by far the fastest there. Raises: UserError as open_model.
+    """choose_dtype for an engine: auto is bfloat16 on a CPU too for a folder of quantized layers
+    that a fast kernel takes: the head, the largest matmul left, reads half the bytes then.
+
+    Raises: UserError as open_model.
     """
     if name != "auto" or device.type != "cpu" or not is_quantized(folder):
         return choose_dtype(name, device)
@@ -111,7 +113,7 @@ def run_dtype(folder: Path | str, name: str, device: torch.device) -> str:
         weight = layout.unpack({part: tensors.get(f"{layer}.{part}") for part in parts})
     except (ValueError, TypeError) as error:
         raise UserError(f"checkpoint: {folder}: {layer}: {error}") from error
-    return "float32" if int4_refusal(weight, torch.bfloat16) else "bfloat16"
+    return "float32" if one_row_refusal(weight, torch.bfloat16) else "bfloat16"
 
 
 def choose_dtype(name: str, device: torch.device) -> str:

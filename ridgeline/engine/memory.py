@@ -20,7 +20,9 @@ from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.load import choose_device, run_dtype
 from ridgeline.engine.paged import FP8, page_tokens_of
+from ridgeline.engine.weights import Shard
 from ridgeline.kernels.w4a16.cpu import has_fast_bf16
+from ridgeline.kernels.w4a16.cpu_bags import has_bags
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.hf import load_config
 from ridgeline.nn.tensorfile import TensorFolder
@@ -54,6 +56,8 @@ class MemoryPlan:
     max_num_seqs: int
     max_step_tokens: int
     ranks: int = 1
+    shares: tuple[str, ...] = ()
+    """What each rank has of the model, in words."""
 
     @property
     def kv_bytes(self) -> int:
@@ -67,11 +71,12 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan in words."""
         tokens = self.num_pages * self.page_tokens
-        each = "" if self.ranks == 1 else f" (each of {self.ranks} ranks)"
+        each = "" if self.ranks == 1 else " on each rank"
         short = min(1024, self.max_model_len)
         return [
+            *self.shares,
             f"device       {self.device}, {_gib(self.memory_bytes)} for the engine{each}",
-            f"weights      {_gib(self.weights_bytes)} ({self.dtype} activations)",
+            f"weights      {_gib(self.weights_bytes)}{each} ({self.dtype} activations)",
             f"activations  {_gib(self.activation_bytes)} for {self.max_step_tokens} tokens a step",
             f"graphs       {_gib(self.graph_bytes)}",
             f"KV cache     {_gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_tokens} "
@@ -90,9 +95,28 @@ def plan(folder: Path | str, config: EngineConfig, ranks: int = 1) -> MemoryPlan
     shape = load_config(folder)
     device = choose_device(config.device)
     dtype = torch_dtype(run_dtype(folder, config.dtype, device))
-    return plan_sizes(
-        shape, _weights_bytes(Path(folder), dtype, device), dtype, device, config, ranks
-    )
+    if ranks > 1:
+        check_ranks(folder, ranks, device)
+    # The table of the embedding is whole on every rank, all else is split.
+    table = shape.vocab_size * shape.hidden_size * dtype.itemsize
+    whole = _weights_bytes(Path(folder), dtype, device) - (0 if shape.tie_embeddings else table)
+    total = whole if ranks == 1 and shape.tie_embeddings else whole + ranks * table
+    return plan_sizes(shape, total, dtype, device, config, ranks)
+
+
+def check_ranks(folder: Path | str, ranks: int, device: torch.device) -> None:
+    """Refuse what cannot be split before anything is loaded.
+
+    Raises: ValueError where heads do not divide, UserError for more ranks than GPUs here.
+    """
+    shape = load_config(folder)
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        Shard(ranks=ranks).split(name, getattr(shape, name))
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise UserError(
+            f"engine: tensor_parallel must be at most the {torch.cuda.device_count()} GPUs here, "
+            f"got {ranks}; lower it, or quantize the model to 4 bits"
+        )
 
 
 def plan_sizes(
@@ -112,7 +136,7 @@ def plan_sizes(
     seqs, step_tokens = config.seqs(on_gpu), config.step_tokens(on_gpu)
     activations = _activation_bytes(shape, dtype, step_tokens, seqs)
     graphs = _graph_bytes(shape, dtype, seqs) if on_gpu and config.cuda_graphs else 0
-    budget = _budget(arch, config)
+    budget = _budget(arch, config, ranks)
     longest = min(config.max_model_len or shape.max_seqlen, shape.max_seqlen)
     wanted = seqs * math.ceil(longest / page_tokens)
     if config.num_pages is not None:
@@ -153,6 +177,7 @@ def plan_sizes(
         max_num_seqs=seqs,
         max_step_tokens=step_tokens,
         ranks=ranks,
+        shares=_shares(shape, ranks),
     )
 
 
@@ -197,15 +222,31 @@ def _graph_bytes(shape: DecoderConfig, dtype: torch.dtype, seqs: int) -> int:
     return GRAPH_BYTES + NUM_GRAPHS * 8 * 2**20 + _activation_bytes(shape, dtype, seqs, seqs)
 
 
-def _budget(arch: Arch, config: EngineConfig) -> int:
+def _shares(shape: DecoderConfig, ranks: int) -> tuple[str, ...]:
+    if ranks == 1:
+        return ()
+    heads, kv_heads = shape.num_heads // ranks, shape.num_kv_heads // ranks
+    rows = math.ceil(shape.vocab_size / ranks)
+    return (
+        f"ranks        {ranks}: each has {heads} of {shape.num_heads} heads, {kv_heads} of "
+        f"{shape.num_kv_heads} key-value heads, {shape.intermediate_size // ranks:,} of "
+        f"{shape.intermediate_size:,} feed-forward columns,",
+        f"             {rows:,} of {shape.vocab_size:,} rows of the head and the whole embedding",
+    )
+
+
+def _budget(arch: Arch, config: EngineConfig, ranks: int) -> int:
+    """Of one rank: ranks on a CPU share its memory, on GPUs each has its own."""
     if config.memory_gib is not None:
         return int(config.memory_gib * GIB)
-    return int(arch.memory_bytes * (GPU_SHARE if arch.is_gpu else CPU_SHARE))
+    if arch.is_gpu:
+        return int(arch.memory_bytes * GPU_SHARE)
+    return int(arch.memory_bytes * CPU_SHARE) // ranks
 
 
 def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of the loaded weights: plain ones in the run's dtype; packed ones as their kernel keeps
-    them (on a CPU widened, and packed again where its int4 kernel takes them)."""
+    them (on a CPU widened, as bags of bytes, and packed again where its int4 kernel takes them)."""
     tensors = TensorFolder(folder)
     quantized = read_quantization(folder)[1] is not None
     layers = packed_layers(tensors.names) if quantized else {}
@@ -223,8 +264,9 @@ def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> in
     )
     if device.type == "cpu":
         narrow = dtype == torch.bfloat16 and has_fast_bf16()
-        wide = _linear_params(load_config(folder)) * (2 if narrow else 4)
-        return plain + packed + wide
+        bags = 1.2 if has_bags() else 0.0
+        wide = _linear_params(load_config(folder)) * ((2 if narrow else 4) + bags)
+        return plain + packed + int(wide)
     return plain + packed
 
 

@@ -2,20 +2,20 @@
 
 A step is a plain description (StepBatch) that can be sent to the other ranks of a tensor-parallel
 engine; every rank runs the same step on its part of the weights. On a GPU, decode steps are
-recorded as CUDA graphs the third time a batch size comes up, so the engine serves at once and is
-fast later; sizes are rounded up to a few, rows that are padding write to a page of their own.
+recorded as CUDA graphs the third time a batch size comes up (graphs.py), so the engine serves at
+once and is fast later; sizes are rounded up to a few, rows of padding write to a page of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from ridgeline.engine.device_forward import DeviceForward
 from ridgeline.engine.forward import Attend, Forward
+from ridgeline.engine.graphs import DecodeGraphs
 from ridgeline.engine.host_decode import HostDecoder
 from ridgeline.engine.paged import (
     FP8,
@@ -32,11 +32,8 @@ from ridgeline.engine.scheduler import Plan
 from ridgeline.engine.tp import Group
 from ridgeline.engine.weights import Weights
 
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 INVARIANT_SEQUENCES = 64
 """Queries of one attention call in batch-invariant mode on a GPU."""
-EAGER_STEPS = 2
-"""Steps of a size before it is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,20 @@ class StepBatch:
     num_decoding: int
     """Sequences at the front with one token each, which is sampled."""
     rows: list[int]
+    wide_rows: list[int] = field(default_factory=list)
+    """Of `rows`: those whose log-probabilities are told. Their logits are fp32 everywhere."""
+    greedy: bool = False
+    """Only decoding sequences, whose likeliest tokens are all that is asked for."""
+    goes_on: bool = False
+    """None of them ends with this step for its length."""
 
     @staticmethod
-    def of(plan: Plan) -> StepBatch:
-        """The step of a plan: single tokens first."""
+    def of(plan: Plan, *, greedy: bool = False) -> StepBatch:
+        """The step of a plan: single tokens first. greedy: of those that sample."""
         token_ids: list[int] = []
         spans: list[Span] = []
         rows: list[int] = []
+        wide: list[int] = []
         for work in plan.works:
             sequence, row = work.sequence, len(token_ids)
             token_ids += sequence.token_ids[work.start : work.start + work.count]
@@ -62,13 +66,17 @@ class StepBatch:
             num_keys = work.start + work.num_tokens
             spans.append(Span(row, work.num_tokens, sequence.pages, num_keys))
             if work.samples:
+                if sequence.params.logprobs is not None:
+                    wide += range(len(rows), len(rows) + 1 + len(work.draft))
                 rows += range(row + work.count - 1, row + work.num_tokens)
         single = 0
         for work in plan.works:
             if work.num_tokens != 1 or not work.samples:
                 break
             single += 1
-        return StepBatch(token_ids, spans, single, rows)
+        greedy = greedy and single == len(spans)
+        goes_on = greedy and all(not work.sequence.is_last for work in plan.works)
+        return StepBatch(token_ids, spans, single, rows, wide, greedy, goes_on)
 
     @property
     def decodes_only(self) -> bool:
@@ -85,15 +93,15 @@ class StepBatch:
     def to_message(self) -> list[object]:
         """Lists and numbers alone."""
         spans = [[s.row, s.rows, s.pages, s.num_keys] for s in self.spans]
-        return [self.token_ids, spans, self.num_decoding, self.rows]
+        return [self.token_ids, spans, self.num_decoding, self.rows, self.wide_rows]
 
     @staticmethod
     def from_message(message: list[object]) -> StepBatch:
         """What to_message made."""
-        token_ids, spans, num_decoding, rows = message
+        token_ids, spans, num_decoding, rows, wide = message
         assert isinstance(token_ids, list) and isinstance(spans, list) and isinstance(rows, list)
-        assert isinstance(num_decoding, int)
-        return StepBatch(token_ids, [Span(*span) for span in spans], num_decoding, rows)
+        assert isinstance(num_decoding, int) and isinstance(wide, list)
+        return StepBatch(token_ids, [Span(*span) for span in spans], num_decoding, rows, wide)
 
 
 class Runner:
@@ -118,7 +126,7 @@ class Runner:
         self.set_weights(weights)
 
     def _may_record(self, wanted: bool) -> bool:
-        alone = self.group is None  # collectives on host-side groups cannot be recorded
+        alone = self.group is None or self.group.records
         plain = self.cache.dtype != FP8 and not self.invariant
         return wanted and self.on_gpu and alone and plain
 
@@ -126,8 +134,9 @@ class Runner:
         """Run with these from now on."""
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
-        kind = DeviceForward if self.on_gpu else Forward
-        self.forward = kind(weights, self.max_model_len, reduce)
+        self.forward = Forward(weights, self.max_model_len, reduce)
+        if self.on_gpu:
+            self.forward = DeviceForward(weights, self.max_model_len, reduce)
         self.host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
             self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
@@ -135,13 +144,14 @@ class Runner:
             self.graphs.forget()
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits of the batch's rows, [R, V]."""
+    def run(self, batch: StepBatch) -> torch.Tensor | list[int]:
+        """Logits of the batch's rows, [R, V]; or the likeliest tokens where no more is needed."""
         if self.graphs is not None and batch.decodes_only:
             recorded = self.graphs.run(batch)
             if recorded is not None:
                 return recorded
-        if self.host_decoder is not None and len(batch.token_ids) == 1 and batch.rows:
+        alone = len(batch.token_ids) == len(batch.rows) == 1 and not batch.wide_rows
+        if self.host_decoder is not None and alone:
             return self.host_decoder.run(batch.token_ids[0], batch.spans[0])
         token_ids = torch.tensor(batch.token_ids, device=self.device)
         positions = torch.tensor(batch.positions(), device=self.device)
@@ -150,7 +160,7 @@ class Runner:
             x_PC = x_PC[torch.tensor(batch.rows, dtype=torch.int64, device=self.device)]
         if not batch.rows:
             return x_PC
-        return self._whole_vocabulary(self.forward.logits(x_PC))
+        return self.whole_vocabulary(self.forward.logits(x_PC, batch.wide_rows))
 
     @torch.inference_mode()
     def embed(self, prompts: Sequence[Sequence[int]], pooling: str) -> torch.Tensor:
@@ -168,7 +178,8 @@ class Runner:
         pooled = [part[-1] if pooling == "last" else part.mean(0) for part in parts]
         return torch.nn.functional.normalize(torch.stack(pooled), dim=-1)
 
-    def _whole_vocabulary(self, logits_RV: torch.Tensor) -> torch.Tensor:
+    def whole_vocabulary(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Every rank's logits side by side."""
         if self.group is None:
             return logits_RV
         return self.group.all_gather(logits_RV)[:, : self.weights.config.vocab_size]
@@ -222,86 +233,3 @@ class Runner:
 
     def _int32(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-@dataclass(slots=True)
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-
-class DecodeGraphs:
-    """CUDA graphs of decode steps by batch size, recorded lazily, in one memory pool.
-
-    A step's numbers are packed into one pinned buffer and copied at once.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.seen: dict[int, int] = {}
-        self.recorded: dict[int, _Recorded] = {}
-        self.pool: Any = None
-        most, width = GRAPH_SIZES[-1], runner.table_width
-        shape = (most, 4 + width)  # token, position, slot, keys, pages
-        self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-        self.device = torch.zeros(shape, dtype=torch.int32, device=runner.device)
-        self.numpy = self.host.numpy()
-
-    def forget(self) -> None:
-        """The weights changed."""
-        self.recorded.clear()
-        self.seen.clear()
-
-    def run(self, batch: StepBatch) -> torch.Tensor | None:
-        """Logits of a decode step; None: to be run eagerly."""
-        count = len(batch.spans)
-        size = next((size for size in GRAPH_SIZES if size >= count), None)
-        if size is None:
-            return None
-        if size not in self.recorded:
-            self.seen[size] = self.seen.get(size, 0) + 1
-            if self.seen[size] <= EAGER_STEPS:
-                return None
-        self._fill(batch, size)
-        if size not in self.recorded:
-            self.recorded[size] = self._record(size)
-        recorded = self.recorded[size]
-        recorded.graph.replay()
-        return recorded.logits[:count]
-
-    def _fill(self, batch: StepBatch, size: int) -> None:
-        cache, host = self.runner.cache, self.numpy
-        page = cache.page_tokens
-        for row, (span, token_id) in enumerate(zip(batch.spans, batch.token_ids, strict=True)):
-            position = span.num_keys - 1
-            slot = span.pages[position // page] * page + position % page
-            host[row, :4] = (token_id, position, slot, span.num_keys)
-            host[row, 4 : 4 + len(span.pages)] = span.pages
-        for row in range(len(batch.spans), size):
-            host[row, :4] = (0, 0, cache.num_pages * page, 1)
-            host[row, 4] = cache.num_pages
-        self.device[:size].copy_(self.host[:size], non_blocking=True)
-
-    def _step(self, size: int) -> torch.Tensor:
-        runner, numbers = self.runner, self.device[:size]
-        batch = DeviceBatch(
-            slots_P=numbers[:, 2].contiguous(),
-            num_decoding=size,
-            decode_seqlens_B=numbers[:, 3].contiguous(),
-            decode_table_BU=numbers[:, 4:],
-        )
-        attend = DeviceAttention(runner.cache, batch)
-        x_PC = runner.forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)
-        return runner.forward.logits(x_PC)
-
-    def _record(self, size: int) -> _Recorded:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step(size)  # kernels compile and libraries allocate outside of the recording
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = self._step(size)
-        self.pool = self.pool or graph.pool()
-        return _Recorded(graph, logits)

@@ -73,6 +73,11 @@ class Sequence:
         return self.num_missing == 1 and self.num_output > 0
 
     @property
+    def is_last(self) -> bool:
+        """Whether its next token is its last for its length."""
+        return self.num_output + 1 >= self.max_tokens
+
+    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 

@@ -3,15 +3,17 @@
     out and down projections: partial sums, added over the ranks (all-reduce)
     head: a slice of the vocabulary each, put together (all-gather)
 
-Rank 0 schedules, samples and serves; the others follow messages. A message is msgpack (numbers,
-strings, lists) of a known kind, broadcast over the process group: nothing is ever unpickled, so a
-message can at worst be refused. Processes are started the way torchrun does it.
+Rank 0 schedules, samples and serves; the others follow messages (follow.py). A message is msgpack
+(numbers, strings, lists) of a known kind, broadcast over the process group, and what the others
+report back is msgpack too: nothing is ever unpickled, so a message can at worst be refused.
+Processes are torchrun's, or started by rank 0 (workers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,7 +24,8 @@ from ridgeline.core import env
 from ridgeline.core.errors import bad_value
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-KINDS = ("step", "embed", "reload", "idle", "stop")
+MAX_REPORT_BYTES = 512
+KINDS = ("step", "embed", "load", "loaded", "swap", "drop", "stop")
 
 
 class Group:
@@ -33,6 +36,11 @@ class Group:
         timeout = timedelta(days=365)  # an idle engine sends nothing
         self._data: Any = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.records = device.type == "cuda"
+        """Whether its collectives can be part of a CUDA graph."""
+
+    def meet(self) -> None:
+        """Called when this rank is ready for the first collective (workers.py has a say in it)."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks."""
@@ -45,6 +53,22 @@ class Group:
         parts = [torch.empty_like(x_RV) for _ in range(self.ranks)]
         dist.all_gather(parts, x_RV.contiguous(), group=self._data)
         return torch.cat(parts, dim=-1)
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over the ranks."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._control)
+        return found.tolist()
+
+    def report(self, state: str, text: str = "") -> list[tuple[str, str]]:
+        """Every rank says a word and a text; all of them, by rank."""
+        packed = msgpack.packb([state, text[: MAX_REPORT_BYTES // 4]])
+        assert isinstance(packed, bytes) and len(packed) + 2 <= MAX_REPORT_BYTES
+        framed = len(packed).to_bytes(2, "little") + packed.ljust(MAX_REPORT_BYTES - 2, b"\0")
+        mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(every, mine, group=self._control)
+        return [_report_of(each.numpy().tobytes()) for each in every]
 
     def send(self, kind: str, body: Any = None) -> None:
         """Rank 0: tell the others what comes next."""
@@ -89,16 +113,38 @@ def decode(packed: bytes) -> tuple[str, Any]:
     return message[0], message[1]
 
 
+def _report_of(framed: bytes) -> tuple[str, str]:
+    message = msgpack.unpackb(framed[2 : 2 + int.from_bytes(framed[:2], "little")], raw=False)
+    if not isinstance(message, list) or [type(each) for each in message] != [str, str]:
+        raise bad_value("engine", "report", "be [word, text]", message, "check the sender")
+    return message[0], message[1]
+
+
 def start(device: torch.device) -> Group | None:
     """The group of a process that torchrun started; None for a process alone."""
     ranks = env.world_size()
     if ranks == 1:
         return None
-    if device.type == "cuda":
-        torch.cuda.set_device(env.local_rank())
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return Group(env.rank(), ranks, device)
+    return Group(env.rank(), ranks, on_rank(device, env.local_rank()))
+
+
+def join(rank: int, ranks: int, meeting: Path, device: torch.device) -> None:
+    """Join the processes of this machine that meet at a file. Nothing listens to other machines."""
+    env.stay_on_loopback()
+    on_rank(device, rank)
+    method = f"file://{meeting}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+
+
+def on_rank(device: torch.device, local_rank: int) -> torch.device:
+    """A rank's own device, the current one from now on."""
+    if device.type != "cuda":
+        return device
+    own = torch.device("cuda", local_rank)
+    torch.cuda.set_device(own)
+    return own
 
 
 def follow(group: Group, handlers: dict[str, Callable[[Any], object]]) -> None:

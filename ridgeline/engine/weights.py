@@ -10,7 +10,7 @@ feed-forward columns r, the matching rows of the projections back, and a slice o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.logits import wide_logits
 from ridgeline.kernels.w4a16.op import decode_bytes, prepare, w4a16_linear
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.nn.config import DecoderConfig
@@ -35,6 +36,12 @@ class Shard:
 
     rank: int = 0
     ranks: int = 1
+    device: torch.device | None = None
+    """Where its parts go; None: they stay where the model is."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on this rank's device."""
+        return tensor if self.device is None else tensor.to(self.device)
 
     def split(self, name: str, size: int) -> slice:
         """This rank's equal part of a dimension. Raises: ValueError where it does not divide."""
@@ -51,14 +58,34 @@ class Dense:
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, invariant: bool):
         self.weight_NK, self.bias_N, self.invariant = weight_NK, bias_N, invariant
+        self._wide_NK: torch.Tensor | None = None
 
     def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
+        return self._tiled(x_PK, lambda tile: F.linear(tile, self.weight_NK, self.bias_N))
+
+    @property
+    def wide_is_free(self) -> bool:
+        """Whether `wide` costs no more than a call."""
+        return self.weight_NK.is_cuda or self.weight_NK.dtype.itemsize >= 4
+
+    def wide(self, x_PK: torch.Tensor) -> torch.Tensor:
+        """out in fp32, its sums never rounded (a head: no bias). A CPU widens the weight for it,
+        once, when first asked."""
+        if self.wide_is_free:
+            return self._tiled(x_PK, lambda tile: wide_logits(tile, self.weight_NK))
+        if self._wide_NK is None:
+            self._wide_NK = self.weight_NK.float()
+        wide_NK = self._wide_NK
+        return self._tiled(x_PK.float(), lambda tile: F.linear(tile, wide_NK))
+
+    def _tiled(
+        self, x_PK: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         if not self.invariant:
-            return F.linear(x_PK, self.weight_NK, self.bias_N)
+            return product(x_PK)
         rows, count = INVARIANT_ROWS[x_PK.device.type], x_PK.shape[0]
         padded = F.pad(x_PK, (0, 0, 0, -count % rows))
-        tiles = [F.linear(tile, self.weight_NK, self.bias_N) for tile in padded.split(rows)]
-        return torch.cat(tiles)[:count]
+        return torch.cat([product(tile) for tile in padded.split(rows)])[:count]
 
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""
@@ -156,6 +183,30 @@ class Weights:
         return sum(linear.read_bytes() for linear in [*linears, self.head]) + norms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """A matmul of a block; as text `KxN`, with `:silu` for silu(gate) * up."""
+
+    k: int
+    n: int
+    silu_mul: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.k}x{self.n}" + (":silu" if self.silu_mul else "")
+
+
+def linear_shapes(config: DecoderConfig) -> tuple[LinearShape, ...]:
+    """The matmuls of every block as `weights_of` joins them when all are quantized alike."""
+    C, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    H, G = config.num_heads, config.num_kv_heads
+    return (
+        LinearShape(k=C, n=(H + 2 * G) * D),
+        LinearShape(k=H * D, n=C),
+        LinearShape(k=C, n=2 * F, silu_mul=True),
+        LinearShape(k=F, n=C),
+    )
+
+
 def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = False) -> Weights:
     """Take a loaded decoder's weights. The decoder still runs afterwards, on the same memory.
 
@@ -166,14 +217,14 @@ def weights_of(model: Decoder, shard: Shard | None = None, *, invariant: bool = 
     shard.split("num_kv_heads", config.num_kv_heads)
     assert model.model.embed_tokens is not None and model.model.norm is not None
     assert model.lm_head is not None
-    table = model.model.embed_tokens.weight.detach()
-    head = _vocabulary_slice(model.lm_head.weight.detach(), shard)
+    table = shard.place(model.model.embed_tokens.weight.detach())
+    head = shard.place(_vocabulary_slice(model.lm_head.weight.detach(), shard))
     return Weights(
         config=config,
         shard=shard,
         embedding_VC=table,
         layers=tuple(_layer(model, index, shard, invariant) for index in range(config.num_layers)),
-        norm=model.model.norm.weight.detach(),
+        norm=shard.place(model.model.norm.weight.detach()),
         head=Dense(head, None, invariant),
         dtype=model.model.norm.weight.dtype,
         device=table.device,
@@ -197,17 +248,21 @@ def _layer(model: Decoder, index: int, shard: Shard, invariant: bool) -> LayerWe
     gate_up, gated = _joined([mlp.gate_proj, mlp.up_proj], shard, invariant, silu_mul=True)
     qkv, _ = _joined([attention.q_proj, attention.k_proj, attention.v_proj], shard, invariant)
     return LayerWeights(
-        input_norm=block.input_layernorm.weight.detach(),
+        input_norm=shard.place(block.input_layernorm.weight.detach()),
         qkv=qkv,
-        q_norm=None if attention.q_norm is None else attention.q_norm.weight.detach(),
-        k_norm=None if attention.k_norm is None else attention.k_norm.weight.detach(),
+        q_norm=_placed(attention.q_norm, shard),
+        k_norm=_placed(attention.k_norm, shard),
         out=_row(attention.o_proj, shard, invariant),
-        mlp_norm=block.post_attention_layernorm.weight.detach(),
+        mlp_norm=shard.place(block.post_attention_layernorm.weight.detach()),
         gate_up=gate_up,
         gated=gated,
         down=_row(mlp.down_proj, shard, invariant),
         window=model.config.window(index),
     )
+
+
+def _placed(norm: nn.RMSNorm | None, shard: Shard) -> torch.Tensor | None:
+    return None if norm is None else shard.place(norm.weight.detach())
 
 
 def _joined(
@@ -225,8 +280,9 @@ def _joined_dense(modules: list[nn.Module], shard: Shard, invariant: bool) -> De
     parts = [module for module in modules if isinstance(module, nn.Linear)]
     rows = [shard.split("its outputs", part.out_features) for part in parts]
     weights = [part.weight.detach()[row] for part, row in zip(parts, rows, strict=True)]
-    joined_NK = torch.cat(weights)
-    biases = [p.bias.detach()[r] for p, r in zip(parts, rows, strict=True) if p.bias is not None]
+    joined_NK = shard.place(torch.cat(weights))
+    held = [(part.bias, row) for part, row in zip(parts, rows, strict=True)]
+    biases = [shard.place(bias.detach()[row]) for bias, row in held if bias is not None]
     if shard.ranks == 1:
         for part, view in zip(parts, joined_NK.split([len(w) for w in weights]), strict=True):
             part.weight = nn.Parameter(view, requires_grad=part.weight.requires_grad)
@@ -248,7 +304,10 @@ def _joined_packed(
 
 
 def _own(module: QuantizedLinear, axis: str, shard: Shard) -> QuantizedLinear:
-    return module if shard.ranks == 1 else module.shard(axis, shard.rank, shard.ranks)
+    if shard.ranks == 1:
+        return module
+    mine = module.shard(axis, shard.rank, shard.ranks)
+    return mine if shard.device is None else mine.to(shard.device)
 
 
 def _packed(module: QuantizedLinear, invariant: bool) -> Packed:
@@ -261,8 +320,8 @@ def _column(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
         return _packed(_own(module, "column", shard), invariant)
     assert isinstance(module, nn.Linear)
     rows = shard.split("its outputs", module.out_features)
-    bias = None if module.bias is None else module.bias.detach()[rows]
-    return Dense(module.weight.detach()[rows], bias, invariant)
+    bias = None if module.bias is None else shard.place(module.bias.detach()[rows])
+    return Dense(shard.place(module.weight.detach()[rows]), bias, invariant)
 
 
 def _row(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
@@ -271,8 +330,8 @@ def _row(module: nn.Module, shard: Shard, invariant: bool) -> Dense | Packed:
         return _packed(_own(module, "row", shard), invariant)
     assert isinstance(module, nn.Linear)
     columns = shard.split("its inputs", module.in_features)
-    bias = None if module.bias is None or shard.rank else module.bias.detach()
+    bias = None if module.bias is None or shard.rank else shard.place(module.bias.detach())
     weight_NK = module.weight.detach()
     if shard.ranks > 1:
-        weight_NK = weight_NK[:, columns].contiguous()
+        weight_NK = shard.place(weight_NK[:, columns].contiguous())
     return Dense(weight_NK, bias, invariant)

@@ -23,30 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ridgeline.core.errors import bad_value
 from ridgeline.core.protocols import FoldableModel, ScaleFold
 from ridgeline.formats.grid import GridSpec, group_view, range_params
 from ridgeline.quant.batches import Batch, run_batch
+from ridgeline.quant.options import AWQOptions
 
 _SMALLEST = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AWQOptions:
-    """How scales are searched."""
-
-    grid: int = 20
-    """Values of r, from 0 to 1 - 1 / grid, tried in either form of s. Range 1 or more."""
-    search_tokens: int = 256
-    """Tokens that every candidate is measured on, at least (whole sequences for attention)."""
-    clip: bool = True
-    """Search ranges narrower than the extremes (awq alone; q and k keep theirs)."""
-
-    def __post_init__(self) -> None:
-        if self.grid < 1:
-            raise bad_value("awq", "grid", "be at least 1", self.grid, "20 is usual")
-        if self.search_tokens < 1:
-            raise bad_value("awq", "search_tokens", "be at least 1", self.search_tokens, "e.g. 256")
+_JUDGED_RANGE = 0.9
+"""Of the plain range, in which candidates are rounded: near what the search for ranges takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +75,23 @@ class Sample:
 def take_sample(batch: Batch, search_tokens: int) -> Sample:
     """Sequences of a batch for the three purposes; one sequence serves all of them."""
     count = batch.count
-    least = next(
-        (n for n in range(1, count + 1) if batch.sequences(0, n).tokens >= search_tokens), count
-    )
+    least = _sequences_for(batch, 0, search_tokens)
     half = max(least, count // 2)
     more = batch.sequences(least, half) if half > least else None
-    check = batch.sequences(half, count) if half < count else batch
-    return Sample(first=batch.sequences(0, least), more=more, check=check)
+    check = batch
+    if half < count:
+        check = batch.sequences(half, half + _sequences_for(batch, half, 4 * search_tokens))
+    first = batch.sequences(0, least)
+    if first.cu_seqlens is None and least == 1:  # what follows has no part in what is before it
+        first = Batch(x=first.x[:, :search_tokens])
+    return Sample(first=first, more=more, check=check)
+
+
+def _sequences_for(batch: Batch, start: int, tokens: int) -> int:
+    """How many sequences from one on hold so many tokens (all that are left if none do)."""
+    left = range(1, batch.count - start + 1)
+    enough = (n for n in left if batch.sequences(start, start + n).tokens >= tokens)
+    return next(enough, len(left))
 
 
 class FoldSearch:
@@ -205,7 +199,10 @@ class FoldSearch:
 
 
 class _Trial:
-    """The linears of a fold, rounded under one scale after another and put back each time."""
+    """The linears of a fold, rounded under one scale after another and put back at the end.
+
+    They are stacked as [R, g, N], so that scales of input channels and of groups run along memory.
+    """
 
     def __init__(
         self, fold: ScaleFold, block: nn.Module, grids: list[tuple[GridSpec, int]]
@@ -213,38 +210,44 @@ class _Trial:
         self.fold, self.grids = fold, grids
         self.linears: list[Any] = [block.get_submodule(name) for name in fold.consumers]
         self.parent = None if fold.parent is None else block.get_submodule(fold.parent)
-        self.exact = [linear.weight.detach().clone() for linear in self.linears]
+        self.exact = [linear.weight.detach() for linear in self.linears]
+        self.w_RGN = [
+            group_view(w_NK.float(), group).permute(1, 2, 0).contiguous()
+            for w_NK, (_, group) in zip(self.exact, grids, strict=True)
+        ]
         self._want: tuple[Seen, torch.Tensor, float] | None = None
 
     def means(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean size of inputs, and of weights within their group, by the producer's channels."""
         x_K = x.reshape(-1, x.shape[-1]).float().abs().mean(0)
         sizes = []
-        for w_NK, (_, group) in zip(self.exact, self.grids, strict=True):
-            grouped = group_view(w_NK.float().abs(), group)
-            part = grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-30)
-            sizes.append(part.flatten(1)[:, : len(x_K)])
-        return _reduced(self.fold, x_K), _reduced(self.fold, torch.cat(sizes).mean(0))
+        for w_RGN in self.w_RGN:
+            size = w_RGN.abs()
+            part = size / size.amax(1, keepdim=True).clamp(min=1e-30)
+            sizes.append(part.flatten(0, 1)[: len(x_K)])
+        return _reduced(self.fold, x_K), _reduced(self.fold, torch.cat(sizes, 1).mean(1))
 
     def error(self, scale_P: torch.Tensor | None, seen: Seen) -> float:
         """Squared error over squared output of the parent with its linears rounded."""
         scale_K = None if scale_P is None else expanded(self.fold, scale_P)
         rounded = [
-            _rounded(w_NK.float(), scale_K, *grid)
-            for w_NK, grid in zip(self.exact, self.grids, strict=True)
+            _rounded(w_RGN, scale_K, spec)
+            for w_RGN, (spec, _) in zip(self.w_RGN, self.grids, strict=True)
         ]
+        K = self.exact[0].shape[1]
         if self.parent is None:
-            x_MK = seen.x.reshape(-1, seen.x.shape[-1]).float()
-            wrong = (x_MK @ (rounded[0] - self.exact[0].float()).T).square().sum()
-            return float(wrong) / self._size(seen, lambda: x_MK @ self.exact[0].float().T)
+            x_MK = seen.x.reshape(-1, K).float()
+            w_KN = self.w_RGN[0].flatten(0, 1)[:K]
+            wrong = (x_MK @ (rounded[0].flatten(0, 1)[:K] - w_KN)).square().sum()
+            return float(wrong) / self._size(seen, lambda: x_MK @ w_KN)
         size = self._size(seen, lambda: self._output(seen))
         try:
-            for linear, w_NK in zip(self.linears, rounded, strict=True):
-                linear.weight.copy_(w_NK)
+            for linear, w_RGN in zip(self.linears, rounded, strict=True):
+                linear.weight.data = w_RGN.flatten(0, 1)[:K].T.to(linear.weight.dtype)
             wrong = (self._output(seen) - self._wanted()).square().sum()
         finally:
             for linear, w_NK in zip(self.linears, self.exact, strict=True):
-                linear.weight.copy_(w_NK)
+                linear.weight.data = w_NK
         return float(wrong) / size
 
     def _size(self, seen: Seen, output: Callable[[], torch.Tensor]) -> float:
@@ -317,17 +320,20 @@ def _reduced(fold: ScaleFold, x_K: torch.Tensor) -> torch.Tensor:
     return x_K.reshape(-1, fold.repeats, fold.run).mean(1).reshape(-1)
 
 
-def _rounded(
-    w_NK: torch.Tensor, scale_K: torch.Tensor | None, spec: GridSpec, group: int
-) -> torch.Tensor:
-    """Q(W s) / s with plain ranges, fp32."""
-    K = w_NK.shape[1]
-    grouped = group_view(w_NK if scale_K is None else w_NK * scale_K, group)
-    low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
-    scale, zero = range_params(low, high, spec)
-    code = (grouped / scale).round_().add_(zero).clamp_(0, spec.max_code)
-    rounded = code.sub_(zero).mul_(scale).flatten(1)[:, :K]
-    return rounded if scale_K is None else rounded / scale_K
+def _rounded(w_RGN: torch.Tensor, scale_K: torch.Tensor | None, spec: GridSpec) -> torch.Tensor:
+    """Q(W s) / s in ranges _JUDGED_RANGE times the plain ones, fp32."""
+    R, G, _ = w_RGN.shape
+    by = None
+    if scale_K is not None:
+        short = R * G - len(scale_K)
+        by = torch.cat([scale_K, scale_K[-1:].expand(short)]).view(R, G, 1)
+    wide = w_RGN if by is None else w_RGN * by
+    low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    scale, zero = range_params(low * _JUDGED_RANGE, high * _JUDGED_RANGE, spec)
+    code = (wide / scale).round_()
+    torch.clamp(code, -zero, spec.max_code - zero, out=code)
+    code.mul_(scale)
+    return code if by is None else code.div_(by)
 
 
 def _joined(*parts: torch.Tensor) -> torch.Tensor:

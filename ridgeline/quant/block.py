@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -121,10 +122,25 @@ class BlockWorker:
         self._install(result, HEAD, weight, report, time.perf_counter() - start)
         return result
 
-    def put_back(self, wide_VC: torch.Tensor) -> None:
-        """A finished projection from before into the model."""
-        linear = self._headed().head_linear()
-        linear.weight.copy_(wide_VC)
+    def put_back(
+        self, index: int, weights: dict[str, QuantizedWeight], plain: dict[str, torch.Tensor]
+    ) -> None:
+        """Layers and norms finished before, by full name, into the model."""
+        for full, weight in weights.items():
+            module = self._module(index, full)
+            module.weight.copy_(weight.dequantize().to(module.weight.dtype))
+            if module.bias is not None and weight.bias_N is not None:
+                module.bias.copy_(weight.bias_N.to(module.bias.dtype))
+        for full, tensor in plain.items():
+            layer = self._module(index, full.rpartition(".")[0])
+            layer.weight.copy_(tensor.to(layer.weight.dtype))
+
+    def _module(self, index: int, full: str) -> Any:
+        """A layer of a block, or the vocabulary projection, by full name."""
+        if full == HEAD:
+            return self._headed().head_linear()
+        prefix = self.model.block_prefix(index) + "."
+        return self.model.blocks[index].get_submodule(full.removeprefix(prefix))
 
     def _headed(self) -> HeadedModel:
         if not isinstance(self.model, HeadedModel):
@@ -246,11 +262,8 @@ class BlockWorker:
         seconds: float,
     ) -> None:
         """Keep the result, put the dequantized weight into the model, say what happened."""
-        if name == HEAD:
-            module, full = self._headed().head_linear(), HEAD
-        else:
-            module = self.model.blocks[result.index].get_submodule(name)
-            full = self.full(result.index, name)
+        full = HEAD if name == HEAD else self.full(result.index, name)
+        module = self._module(result.index, full)
         if module.bias is not None:
             bias_N = module.bias.detach().to(weight.scale_NR.dtype)
             weight = replace(weight, bias_N=bias_N)

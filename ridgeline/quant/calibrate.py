@@ -44,8 +44,8 @@ class Around:
     keep_weights: bool = True
     """Whether the result holds the weights; False where on_block takes them."""
     journal: Journal | None = None
-    """Keeps every finished block on disk and goes on from there; the result then holds no
-    weights."""
+    """Keeps every finished block on disk and goes on from there. The result of a StreamedModel
+    then holds no weights; a model in memory gets those of finished blocks back."""
     evaluation: Evaluation | None = None
     """Held-out tokens that follow the run through the blocks."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -149,6 +149,9 @@ class _Run:
             batches = [b.carrying(x) for b, x in zip(batches, state.batches, strict=True)]
             if evaluation is not None:
                 evaluation.restore(state.evaluation)
+            if not isinstance(self.model, StreamedModel):
+                for index in indices[: state.blocks]:
+                    self._put_back(index, journal)
             done = sum(len(r.reports) + len(r.skipped) for r in self.results)
             self.worker.advance(done, note=f"{state.blocks} blocks kept from before")
             indices = indices[state.blocks :]
@@ -163,6 +166,13 @@ class _Run:
             self._head(batches)
         return tokens
 
+    def _put_back(self, index: int, journal: Journal) -> None:
+        """A block finished before, into a model that is held in memory, and into the result."""
+        weights, plain = journal.weights_of(index)
+        self.worker.put_back(index, weights, plain)
+        if self.around.keep_weights:
+            self.weights |= weights
+
     def _head(self, batches: list[Batch]) -> None:
         """The vocabulary projection, as one more block after the last."""
         evaluation, journal = self.around.evaluation, self.around.journal
@@ -171,7 +181,10 @@ class _Run:
             evaluation.before_head()
         if self.head_done and journal is not None:
             result = journal.result_of(index)
-            self.worker.put_back(journal.head_weight(index))
+            weights, _ = journal.weights_of(index)
+            self.worker.put_back(index, weights, {})
+            if not isinstance(self.model, StreamedModel) and self.around.keep_weights:
+                self.weights |= weights
         else:
             result = self.worker.solve_head(index, batches)
             if journal is not None:
@@ -179,10 +192,15 @@ class _Run:
                 journal.keep(self.model, result, contents, evaluation, self.around.ranks)
         if self.around.on_block is not None:
             self.around.on_block(index, result.weights)
-        if journal is None and self.around.keep_weights:
+        self._hold(result)
+        self.results.append(result)
+
+    def _hold(self, result: BlockResult) -> None:
+        """Keep a block's weights where the result is to have them."""
+        on_disk = self.around.journal is not None and isinstance(self.model, StreamedModel)
+        if self.around.keep_weights and not on_disk:
             self.weights |= result.weights
         result.weights = {}
-        self.results.append(result)
 
     def _start(self, token_ids_BS: torch.Tensor | None) -> tuple[list[Batch], int]:
         """(this rank's batches of token ids, tokens of all ranks)."""
@@ -228,10 +246,8 @@ class _Run:
         if journal is not None:
             contents = [batch.x for batch in batches]
             journal.keep(self.model, result, contents, evaluation, self.around.ranks)
-        elif self.around.keep_weights:
-            self.weights |= result.weights
+        self._hold(result)
         if streamed is not None:
             streamed.release_block(index)
-        result.weights = {}
         self.results.append(result)
         return batches

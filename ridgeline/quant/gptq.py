@@ -19,61 +19,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.errors import UserError
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.grid import GridSpec, group_view, range_params
 from ridgeline.kernels.gptq_columns import op as columns_op
+from ridgeline.quant.options import GPTQOptions
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
-_HESSIAN_STRIPS, _LEAST_STRIP = 4, 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTQOptions:
-    """How one layer is solved."""
-
-    order: str = "static"
-    """natural: columns as stored; static: by descending diagonal of H with groups kept as stored
-    (no cost at run time); activation: by descending diagonal with groups along that order (g_idx in
-    the file, "desc_act")."""
-    damping: float = 0.02
-    """Added to the diagonal of H, as a fraction of its mean. Range (0, 1]."""
-    damping_step: float = 0.01
-    """Added to the fraction whenever the factorization fails; each raise is reported."""
-    damping_limit: float = 1.0
-    """Where raising stops and the layer is refused."""
-    block: int = 128
-    """Columns between two updates of the rest."""
-    clip_search: bool = True
-    """Choose each group's scale for least weighted rounding error instead of its extremes."""
-    refits: int = 0
-    """Times that scales are fitted to the codes in the metric H and the columns solved again
-    (static and natural order only)."""
-
-    def __post_init__(self) -> None:
-        if self.order not in ("natural", "static", "activation"):
-            raise bad_value(
-                "gptq",
-                "order",
-                "be natural, static or activation",
-                repr(self.order),
-                "choose one of these",
-            )
-        if not 0.0 < self.damping <= 1.0:
-            raise bad_value("gptq", "damping", "lie in (0, 1]", self.damping, "0.02 is usual")
-        if self.damping_step <= 0.0 or self.damping_limit < self.damping:
-            raise bad_value(
-                "gptq",
-                "damping_limit",
-                "be at least damping, with a positive step",
-                (self.damping_limit, self.damping_step),
-                "keep the defaults",
-            )
-        if self.block < 1:
-            raise bad_value("gptq", "block", "be at least 1", self.block, "128 is usual")
-        if self.refits < 0:
-            raise bad_value("gptq", "refits", "be 0 or more", self.refits, "0 or 1 is usual")
+_HESSIAN_STRIPS, _LEAST_STRIP = 6, 128
+_PART = 32
+"""Columns of a block that are brought up to date one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,20 +299,29 @@ class _Solver:
     def _solve_block(
         self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int
     ) -> torch.Tensor:
-        """The columns of one block in turn; their errors over U_kk."""
+        """The columns of one block in turn; their errors over U_kk.
+
+        Where groups are known, the errors of every _PART columns are taken from the rest of the
+        block at once, so that a column collects those of its own part only.
+        """
         max_code = self.spec.max_code
         error_BN = torch.empty_like(work_KN[start:stop])
+        upper_BB = self.factor.upper_KK[start:stop, start:stop]
+        first = 0
         # Row j holds U[start + i, start + j] for i < j: what column j takes of earlier errors.
-        taken_BB = self.factor.upper_KK[start:stop, start:stop].T.contiguous()
+        taken_BB = upper_BB.T.contiguous()
         pivots = taken_BB.diagonal().tolist()
         groups = self.step_group_K[start:stop].tolist()
         for j, group in enumerate(groups):
             step = start + j
             if not self.known and step % self.group_size == 0:
                 self._set_group(work_KN, error_BN[:j], start, step)
+            if self.known and j - first == _PART:
+                work_KN[step:stop].addmm_(upper_BB[first:j, j:].T, error_BN[first:j], alpha=-1)
+                first = j
             w_N = work_KN[step]
-            if j:
-                w_N = torch.addmv(w_N, error_BN[:j].T, taken_BB[j, :j], alpha=-1)
+            if j > first:
+                w_N = torch.addmv(w_N, error_BN[first:j].T, taken_BB[j, first:j], alpha=-1)
             scale_N, zero_N = self.scale_RN[group], self.zero_RN[group]
             signed_N = signed_KN[step]
             torch.div(w_N, scale_N, out=signed_N)

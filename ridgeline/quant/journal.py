@@ -29,8 +29,9 @@ from ridgeline.core import progress
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path, atomic_write_text
 from ridgeline.core.protocols import BlockwiseModel
+from ridgeline.formats.base import QuantizedWeight
 from ridgeline.quant.awq import FoldReport
-from ridgeline.quant.block import HEAD, BlockResult
+from ridgeline.quant.block import BlockResult
 from ridgeline.quant.evaluate import Evaluation
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
@@ -127,12 +128,23 @@ class Journal:
             block=None if said["block"] is None else BlockReport(**said["block"]),
         )
 
-    def head_weight(self, index: int) -> torch.Tensor:
-        """The finished projection, dequantized."""
-        layout = self.recipe.layout_of(HEAD)
-        assert layout is not None
-        tensors = load_file(self.folder / f"block-{index:05d}.safetensors")
-        return layout.dequant_ref({n.rpartition(".")[2]: t for n, t in tensors.items()})
+    def weights_of(self, index: int) -> tuple[dict[str, QuantizedWeight], dict[str, torch.Tensor]]:
+        """A finished block's (layers, plain tensors), by full name."""
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        path = self.folder / f"block-{index:05d}.safetensors"
+        for name, tensor in load_file(path, device=str(self.device)).items():
+            layer, _, part = name.rpartition(".")
+            parts.setdefault(layer, {})[part] = tensor
+        weights: dict[str, QuantizedWeight] = {}
+        plain: dict[str, torch.Tensor] = {}
+        packed = {report.name for report in self.result_of(index).reports}
+        for layer, tensors in parts.items():
+            layout = self.recipe.layout_of(layer)
+            if layer in packed and layout is not None:
+                weights[layer] = layout.unpack(tensors)
+            else:
+                plain |= {f"{layer}.{part}": tensor for part, tensor in tensors.items()}
+        return weights, plain
 
     def keep(
         self,

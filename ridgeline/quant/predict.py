@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import weight_bytes
 
-_HESSIAN_SHARE = 0.625
-"""Of the full product that Hessian.add computes in four strips."""
-_GPTQ_CANDIDATES, _PASSES = 15, 9
+_HESSIAN_SHARE = 0.58
+"""Of the full product that Hessian.add computes in six strips."""
+_CANDIDATES, _PASSES = {"gptq": 15, "clip": 20}, 7
 """Ranges tried for a group, and elementwise passes over the weight each."""
 _COLUMN_S = {"cpu": 6e-5, "cuda": 2e-6}
 _PROCESS_BYTES = 450e6
@@ -77,6 +78,39 @@ class RunShape:
     held_out_tokens: int
     itemsize: int
     """Bytes of a weight and of an activation while it runs."""
+    held_blocks: int = 1
+    """Blocks whose weights are in memory at once: one where they are streamed, all of a model in
+    memory."""
+
+
+def shape_in_memory(
+    model: BlockwiseModel, *, tokens: int, sequence_tokens: int, batch_tokens: int,
+    held_out_tokens: int = 0,
+) -> RunShape:  # fmt: skip
+    """Sizes of a run on a model that is held in memory whole."""
+    blocks = list(model.blocks)
+    first = blocks[0]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]  # pyright: ignore
+    groups = tuple(
+        tuple(tuple(first.get_submodule(name).weight.shape) for name in group)
+        for group in model.linear_groups()
+    )
+    held = sum(p.numel() for block in blocks for p in block.parameters())
+    return RunShape(
+        groups=groups,
+        blocks=len(blocks),
+        width=groups[0][0][1],
+        outer_parameters=sum(p.numel() for p in outside),
+        head_parameters=max((p.numel() for p in outside), default=0),
+        block_parameters=held // len(blocks),
+        tokens=tokens,
+        sequence_tokens=sequence_tokens,
+        batch_tokens=batch_tokens,
+        held_out_tokens=held_out_tokens,
+        itemsize=first.get_submodule(model.linear_groups()[0][0]).weight.element_size(),
+        held_blocks=len(blocks),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +131,8 @@ def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Predi
     packed = shape.blocks * sum(_packed(n, k, recipe) for group in shape.groups for n, k in group)
     hidden = shape.width * shape.itemsize * (shape.tokens + 2 * shape.held_out_tokens)
     fixed = _PROCESS_BYTES if device == "cpu" else 0.0
-    fixed += shape.itemsize * (shape.outer_parameters + shape.block_parameters)
+    held_parameters = shape.outer_parameters + shape.held_blocks * shape.block_parameters
+    fixed += shape.itemsize * held_parameters
     held = shape.itemsize * shape.width * 2 * shape.held_out_tokens
     vocabulary = shape.head_parameters // max(shape.width, 1)
     scoring = 256 * vocabulary * 4 * 5 if shape.held_out_tokens else 0
@@ -130,7 +165,9 @@ def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
     waiting = solving = 0.0
     for group in shape.groups:
         k, n = group[0][1], sum(n for n, _ in group)
-        waiting = max(waiting, shape.itemsize * shape.tokens * (shape.width + k))
+        # Held for every batch: the block's inputs, its residual stream, what the attention or the
+        # MLP was called with, and the layer's input.
+        waiting = max(waiting, shape.itemsize * shape.tokens * (3 * shape.width + k))
         solving = max(solving, 8 * k * k + 6 * 4 * k * k + 8 * 4 * n * k)
     widest = max(k for group in shape.groups for _, k in group)
     forward = shape.itemsize * shape.batch_tokens * (4 * shape.width + 3 * widest)
@@ -148,7 +185,7 @@ def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> floa
         return flops / rates.flops + elements / rates.elements
     squares = sum(group[0][1] ** 2 for group in shape.groups)
     flops += shape.blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
-    elements += shape.blocks * weights * _GPTQ_CANDIDATES * _PASSES
+    elements += shape.blocks * weights * _CANDIDATES[recipe.solver] * _PASSES
     if recipe.solver == "gptq":
         cubes = sum(group[0][1] ** 3 for group in shape.groups)
         stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)

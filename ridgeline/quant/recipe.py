@@ -11,67 +11,7 @@ from ridgeline.core.dtypes import torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.formats.contract import WeightFormat
 from ridgeline.formats.gptq import GPTQFormat
-from ridgeline.quant.awq import AWQOptions
-from ridgeline.quant.gptq import GPTQOptions
-
-METHODS = ("rtn", "gptq", "awq", "awq+gptq")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """An exception for the linears whose full name a pattern matches."""
-
-    pattern: str
-    """A regular expression, searched in the full name ("model.layers.3.mlp.down_proj")."""
-    skip: bool = False
-    """Leave the layer as it is."""
-    bits: int | None = None
-    """Another width; None keeps the recipe's."""
-    group_size: int | None = None
-    """Another group size; None keeps the recipe's."""
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise bad_value(
-                "quantize",
-                "override.pattern",
-                "be a regular expression",
-                repr(self.pattern),
-                str(error),
-            ) from error
-        if self.skip and (self.bits is not None or self.group_size is not None):
-            raise bad_value(
-                "quantize",
-                "override",
-                "either skip a layer or change it",
-                f"both for {self.pattern!r}",
-                "keep one",
-            )
-
-
-def parse_override(text: str) -> Override:
-    """An exception in one word: "PATTERN=bits:8,group:32" or "PATTERN=skip".
-
-    Raises: ValueError for another form or values that make no sense.
-    """
-    pattern, found, rest = text.rpartition("=")
-    if rest == "skip" and found:
-        return Override(pattern=pattern, skip=True)
-    values: dict[str, int] = {}
-    for part in rest.split(","):
-        key, _, number = part.partition(":")
-        if not found or key not in ("bits", "group") or not number.isdigit() or key in values:
-            raise bad_value(
-                "quantize",
-                "override",
-                "be PATTERN=bits:N,group:N or PATTERN=skip",
-                repr(text),
-                "for example 'down_proj=bits:8'",
-            )
-        values[key] = int(number)
-    return Override(pattern=pattern, bits=values.get("bits"), group_size=values.get("group"))
+from ridgeline.quant.options import METHODS, AWQOptions, GPTQOptions, Override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

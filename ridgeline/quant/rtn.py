@@ -2,8 +2,8 @@
 
 Symmetric scale absmax / (2^(bits-1) - 1/2), asymmetric (max - min) / (2^bits - 1) with a whole zero
 point. `quantize_layer_rtn` takes the plain range, no calibration: the baseline.
-`quantize_layers_clipped` searches narrower ranges by the error they leave in the output: AWQ's last
-step.
+`quantize_layers_clipped` searches ranges, all groups of a layer together, by the error they leave
+in its output: AWQ's last step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.contract import WeightFormat
-from ridgeline.formats.grid import GridSpec, group_view, quantize_rtn, quantize_with
+from ridgeline.formats.grid import GridSpec, quantize_with
 from ridgeline.quant.gptq import LayerReport, check_inputs, check_weights, output_error
-from ridgeline.quant.scales import fit_clipped_params
+from ridgeline.quant.scales import JointRanges
+
+_SWEEPS = 2
 
 
 def quantize_layer_rtn(w_NK: torch.Tensor, layout: WeightFormat) -> QuantizedWeight:
@@ -31,22 +33,22 @@ def quantize_layers_clipped(
     *,
     name: str = "layer",
 ) -> list[tuple[QuantizedWeight, LayerReport]]:
-    """Round layers that share an input, each with searched ranges or with plain ones.
+    """Round layers that share an input, each in searched ranges.
 
-    Shapes: weights [N_i, K]; hessian [K, K], mean over tokens of x x^T; clipped: one flag a layer.
+    Shapes: weights [N_i, K]; hessian [K, K], mean over tokens of x x^T; clipped: one flag a layer,
+    whether its ranges may cut values off.
     Raises: UserError for a weight or an input that is not finite.
     """
     check_weights(weights, name)
     check_inputs(hessian_KK, name)
-    blocks_RGG = _diagonal_blocks(hessian_KK, group_size)
     results = []
     for w_NK, clip in zip(weights, clipped, strict=True):
         w_NK = w_NK.float()
-        if clip:
-            params = fit_clipped_params(group_view(w_NK, group_size), blocks_RGG, spec)
-            weight = quantize_with(w_NK, *params, spec, group_size)
-        else:
-            weight = quantize_rtn(w_NK, spec, group_size)
+        ranges = JointRanges(w_NK, hessian_KK, group_size, spec, clips=clip)
+        for sweep in range(_SWEEPS):
+            ranges.sweep(neighbours=sweep > 0)
+        scale_NR, zero_NR = ranges.scale_RN.T.contiguous(), ranges.zero_RN.T.contiguous()
+        weight = quantize_with(w_NK, scale_NR, zero_NR, spec, group_size)
         loss, relative = output_error(w_NK, weight.dequantize(), hessian_KK)
         report = LayerReport(
             loss=loss,
@@ -57,15 +59,3 @@ def quantize_layers_clipped(
         )
         results.append((weight, report))
     return results
-
-
-def _diagonal_blocks(hessian_KK: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[R, g, g]; a short last group is filled with zeros."""
-    K = len(hessian_KK)
-    R = -(-K // group_size)
-    blocks = hessian_KK.new_zeros(R, group_size, group_size)
-    for r in range(R):
-        part = slice(r * group_size, min((r + 1) * group_size, K))
-        held = hessian_KK[part, part]
-        blocks[r, : len(held), : len(held)] = held
-    return blocks

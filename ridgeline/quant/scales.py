@@ -3,12 +3,18 @@ codes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from ridgeline.formats.grid import GridSpec, range_params, to_codes
+from ridgeline.formats.grid import GridSpec, group_view, range_params
 
 _RATIOS = tuple(1.12 - 0.04 * step for step in range(14))
 """Of the plain range; above 1 the extreme moves off the last code, below it is clipped."""
+_COARSE = (1.05, 0.95, 0.9, 0.85, 0.8, 0.74)
+"""Of the plain range, in the first sweep of `JointRanges`."""
+_NEARBY = (0.97, 1.0, 1.03)
+"""Of a scale, in its later sweeps."""
 
 
 def fit_group_params(
@@ -20,41 +26,45 @@ def fit_group_params(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) of each group that round it with least importance-weighted squared error.
 
-    Shapes: grouped [..., g]; importance broadcasts against it; results [...].
+    Shapes: grouped [N, ..., g] (rows first), importance [..., g], results [N, ...]. Worked on as
+    [..., g, N]: what differs by group is then one value a long run of memory.
     The candidates are the plain range and it stretched or shrunk by `ratios`. Symmetric codes reach
     -2^(bits-1) but only 2^(bits-1) - 1, so a symmetric group takes the scale's sign that lays its
     extreme on the longer side: scales may be negative, which the stored form and every reader
     allow.
     """
-    low, high = grouped.amin(-1), grouped.amax(-1)
+    w_GN, cost_G = grouped.movedim(0, -1).contiguous(), importance.unsqueeze(-2)
+    low, high = w_GN.amin(-2), w_GN.amax(-2)
     extreme = torch.where(high > -low, high, low)
     middle = torch.full_like(low, float(spec.middle))
+
+    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        wrong = rounding_error(w_GN, scale.unsqueeze(-2), zero.unsqueeze(-2), spec.max_code)
+        return (cost_G @ wrong.square_()).squeeze(-2)
+
     best_scale, best_zero = range_params(low, high, spec)
-    least = _weighted_error(grouped, importance, best_scale, best_zero, spec.max_code)
+    least = error(best_scale, best_zero)
     for ratio in ratios:
         if spec.symmetric:
             scale = extreme * (-ratio / spec.middle)
             scale, zero = spec.store(torch.where(extreme == 0, 1.0, scale)), middle
         else:
             scale, zero = range_params(low * ratio, high * ratio, spec)
-        total = _weighted_error(grouped, importance, scale, zero, spec.max_code)
+        total = error(scale, zero)
         better = total < least
         least = torch.where(better, total, least)
         best_scale = torch.where(better, scale, best_scale)
         best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    return best_scale.movedim(-1, 0), best_zero.movedim(-1, 0)
 
 
-def _weighted_error(
-    grouped: torch.Tensor,
-    importance: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    max_code: int,
+def rounding_error(
+    w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, max_code: int
 ) -> torch.Tensor:
-    code = to_codes(grouped, scale[..., None], zero[..., None], max_code)
-    error = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).square_()
-    return error.mul_(importance).sum(-1)
+    """Rounded minus exact; scale and zero broadcast (the codes are those of `to_codes`)."""
+    code = (w / scale).round_()
+    torch.clamp(code, -zero, max_code - zero, out=code)
+    return code.mul_(scale).sub_(w)
 
 
 def refit_scales(
@@ -94,38 +104,88 @@ def refit_scales(
     return torch.where(usable, scale_RN, old_RN)
 
 
-def fit_clipped_params(
-    grouped: torch.Tensor,
-    hessian_RGG: torch.Tensor,
-    spec: GridSpec,
-    *,
-    ratios: tuple[float, ...] = _RATIOS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) [N, R] that round groups with the least squared error of their own share of the
-    output: e H_r e^T, H_r the group's block of H. Candidates as `fit_group_params`.
+class JointRanges:
+    """Ranges of all groups of a layer, chosen together: minimize tr E H E^T over them.
 
-    Shapes: grouped [N, R, g], hessian [R, g, g].
+    An error inside one group can cancel that of another, so the groups take turns: with the others
+    fixed, group r costs e_r H_rr e_r^T + 2 e_r p_r^T with p_r = sum over the other groups of
+    e_s H_sr, and takes the candidate that makes this least. The first sweep tries the plain range
+    stretched and shrunk, later ones the neighbours of what a group has. The error never grows.
+    Cost a sweep: N K^2 multiply-adds for p and 2 N K g a candidate.
+    Layout: [K, N], so that a group is a run of memory and rows are independent along it.
     """
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    extreme = torch.where(high > -low, high, low)
-    middle = torch.full_like(low, float(spec.middle))
 
-    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        code = to_codes(grouped, scale[..., None], zero[..., None], spec.max_code)
-        wrong_RNG = code.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped).transpose(0, 1)
-        return torch.bmm(wrong_RNG, hessian_RGG).mul_(wrong_RNG).sum(-1).T
+    def __init__(
+        self, w_NK: torch.Tensor, hessian_KK: torch.Tensor, group_size: int, spec: GridSpec, *,
+        clips: bool = True,
+    ) -> None:  # fmt: skip
+        """clips: whether a value may be moved by more than half a step to fit a narrower range."""
+        self.spec, self.group_size, self.clips = spec, group_size, clips
+        short = -w_NK.shape[1] % group_size
+        self.H = torch.nn.functional.pad(hessian_KK, (0, short, 0, short))
+        grouped = group_view(w_NK, group_size)
+        self.w_KN = grouped.flatten(1).T.contiguous()
+        self.low_RN, self.high_RN = grouped.amin(-1).T.contiguous(), grouped.amax(-1).T.contiguous()
+        self.scale_RN, self.zero_RN = range_params(self.low_RN, self.high_RN, spec)
+        self.error_KN = torch.cat(
+            [self._error(r, self.scale_RN[r], self.zero_RN[r]) for r in range(len(self.low_RN))]
+        )
+        self.pull_KN = self.H @ self.error_KN
 
-    best_scale, best_zero = range_params(low, high, spec)
-    least = error(best_scale, best_zero)
-    for ratio in ratios:
-        if spec.symmetric:
-            scale = extreme * (-ratio / spec.middle)
-            scale, zero = spec.store(torch.where(extreme == 0, 1.0, scale)), middle
-        else:
-            scale, zero = range_params(low * ratio, high * ratio, spec)
-        total = error(scale, zero)
-        better = total < least
-        least = torch.where(better, total, least)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    def sweep(self, neighbours: bool) -> None:
+        """Every group once."""
+        for r in range(len(self.low_RN)):
+            self._take_turn(r, neighbours)
+
+    def _rows(self, r: int) -> slice:
+        return slice(r * self.group_size, (r + 1) * self.group_size)
+
+    def _take_turn(self, r: int, neighbours: bool) -> None:
+        rows = self._rows(r)
+        H_GG, old_GN = self.H[rows, rows], self.error_KN[rows]
+        own_GN = H_GG @ old_GN
+        outside_GN = (self.pull_KN[rows] - own_GN).mul_(2.0)
+        scale, zero = self.scale_RN[r].clone(), self.zero_RN[r].clone()
+        least = own_GN.add_(outside_GN).mul_(old_GN).sum(0)
+        for new_scale, new_zero in self._candidates(r, neighbours):
+            error_GN = self._error(r, new_scale, new_zero)
+            total = (H_GG @ error_GN).add_(outside_GN).mul_(error_GN).sum(0)
+            better = total < least
+            if not self.clips:
+                better &= self._holds(r, new_scale, new_zero)
+            least = torch.where(better, total, least)
+            scale = torch.where(better, new_scale, scale)
+            zero = torch.where(better, new_zero, zero)
+        change_GN = self._error(r, scale, zero).sub_(old_GN)
+        self.scale_RN[r], self.zero_RN[r] = scale, zero
+        old_GN.add_(change_GN)
+        self.pull_KN.addmm_(self.H[:, rows], change_GN)
+
+    def _candidates(self, r: int, neighbours: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        spec, low, high = self.spec, self.low_RN[r], self.high_RN[r]
+        scale, zero = self.scale_RN[r].clone(), self.zero_RN[r].clone()
+        if neighbours:
+            moves = (0.0,) if spec.symmetric else (-1.0, 0.0, 1.0)
+            for factor in _NEARBY:
+                for move in moves:
+                    if factor != 1.0 or move:
+                        moved = (zero + move).clamp_(0, spec.max_code)
+                        yield spec.store(scale * factor), moved
+            return
+        extreme = torch.where(high > -low, high, low)
+        for ratio in _COARSE:
+            if spec.symmetric:
+                new = extreme * (-ratio / spec.middle)
+                yield spec.store(torch.where(extreme == 0, 1.0, new)), zero
+            else:
+                yield range_params(low * ratio, high * ratio, spec)
+
+    def _error(self, r: int, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Rounded minus exact of one group, [g, N]."""
+        return rounding_error(self.w_KN[self._rows(r)], scale, zero, self.spec.max_code)
+
+    def _holds(self, r: int, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Rows of which no value lies more than half a step outside."""
+        first, last = -(zero + 0.5) * scale, (self.spec.max_code + 0.5 - zero) * scale
+        least, most = torch.minimum(first, last), torch.maximum(first, last)
+        return (least <= self.low_RN[r]) & (most >= self.high_RN[r])

@@ -28,7 +28,8 @@ FLAGS = {
     "--alibi --no-alibi --sinks --no-sinks --bias --no-bias --varlen --no-varlen --page-size "
     "--direction --workers",
     "warmup": "--ops --dtypes --head-dims --masks --layouts --softcap --no-softcap --sinks "
-    "--no-sinks --layers --group-sizes --scale-dtype --symmetric --no-symmetric --arch --workers",
+    "--no-sinks --model --layers --group-sizes --scale-dtype --symmetric --no-symmetric "
+    "--arch --workers",
     "train": "--config --run-dir --steps --batch-samples --micro-batch-samples --seed --dtype "
     "--device --loss-chunk-tokens --timeout-s --layout.dp-replicate --layout.dp-shard --layout.tp "
     "--layout.pp --layout.cp --layout.zero --layout.schedule --layout.stages-per-rank "
@@ -63,10 +64,10 @@ FLAGS = {
     "generate": "--model --prompt --chat --no-chat --system --max-new-tokens --temperature "
     "--top-k --top-p --seed --dtype --device",
     "serve": "--model --name --host --port --api-key-file --without-key --no-without-key --dry-run "
-    "--no-dry-run --dtype --device --kv-dtype --max-model-len --max-num-seqs --max-step-tokens "
-    "--memory-gib --prefix-cache --no-prefix-cache --batch-invariant --no-batch-invariant "
-    "--speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests --max-queue-tokens "
-    "--deadline-s --drain-s --watch --reload-root",
+    "--no-dry-run --dtype --device --tensor-parallel --kv-dtype --max-model-len --max-num-seqs "
+    "--max-step-tokens --memory-gib --prefix-cache --no-prefix-cache --batch-invariant "
+    "--no-batch-invariant --speculate-tokens --cuda-graphs --no-cuda-graphs --max-queue-requests "
+    "--max-queue-tokens --deadline-s --drain-s --watch --reload-root",
     "bench serve": "--url --model --requests --rate --concurrency --input-tokens --output-tokens "
     "--lengths --spread --prefix-tokens --prefix-groups --temperature --warmup --seed --vocab-size "
     "--out",

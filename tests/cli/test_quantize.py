@@ -16,8 +16,9 @@ import torch
 from ridgeline.cli import calibration, quantize_report
 from ridgeline.cli import main as cli
 from ridgeline.cli.calibration import Request, read_tokens
-from ridgeline.cli.quantize import QuantizeConfig, quantize, recipe_of
-from ridgeline.cli.quantize_run import journal_folder
+from ridgeline.cli.quantize import QuantizeConfig, quantize
+from ridgeline.cli.quantize_checks import journal_folder
+from ridgeline.cli.quantize_work import recipe_of
 from ridgeline.core import env, files, progress
 from ridgeline.core.errors import UserError
 from ridgeline.core.text import TextSplit

@@ -16,9 +16,12 @@ from ridgeline.cli import warmup as module
 from ridgeline.cli.warmup import WarmupConfig, warmup
 from ridgeline.core import env
 from ridgeline.core.arch import pretend
+from ridgeline.engine.weights import linear_shapes, weights_of
 from ridgeline.kernels.attention import cute_sm90_config
 from ridgeline.kernels.w4a16.config import launch_for
 from ridgeline.kernels.w4a16.problem import W4A16Problem
+from tests.engine.conftest import tiny_decoder, write_model
+from tests.engine.test_quantized import write as write_quantized
 
 SM90 = pretend("sm90")
 SMALL = "--arch sm90 --head-dims 64 --masks causal --layouts dense --layers 4096x4096"
@@ -88,6 +91,38 @@ def test_a_layer_finds_its_kernels_compiled(layer, invariant):
         assert launch_for(replace(problem, m=m), SM90).config in found, m
 
 
+def test_a_model_finds_its_joined_layers_compiled(compiled):
+    """A preset's matmuls as the engine joins them, gate and up with their epilogue."""
+    warmup(WarmupConfig(arch="sm90", ops=("w4a16",), model="llama-8b", scale_dtype="bfloat16"))
+    shapes = [(4096, 6144, False), (4096, 4096, False), (4096, 28672, True), (14336, 4096, False)]
+    for k, n, silu in shapes:
+        for m in (1, 8, 16, 64, 1024):
+            problem = W4A16Problem(
+                m=m, n=n, k=k, group_size=128, scale_dtype="bfloat16", silu_mul=silu
+            )
+            assert launch_for(problem, SM90).config in compiled, problem
+
+
+def test_a_quantized_folder_says_how_its_layers_are_stored(tmp_path):
+    folder = write_model(tmp_path / "plain")
+    plain = module.of_model(WarmupConfig(model=str(folder)))
+    assert plain.layers == ("64x128", "64x64", "64x384:silu", "192x64")
+    assert (plain.head_dims, plain.group_sizes, plain.symmetric) == ((16,), (128,), True)
+    write_quantized(tmp_path / "w4", folder, "bfloat16")
+    found = module.of_model(WarmupConfig(model=str(tmp_path / "w4")))
+    assert found.layers == plain.layers and found.group_sizes == (32,)
+    assert (found.scale_dtype, found.symmetric) == ("bfloat16", True)
+    with pytest.raises(ValueError, match=r"group_sizes must be \(32,\), the model's, got \(64,\)"):
+        module.of_model(WarmupConfig(model=str(tmp_path / "w4"), group_sizes=(64,)))
+
+
+def test_linear_shapes_are_the_joined_ones():
+    weights = weights_of(tiny_decoder())
+    layer = weights.layers[0]
+    dense = [tuple(linear.weight_NK.shape) for linear in layer.linears()]
+    assert dense == [(shape.n, shape.k) for shape in linear_shapes(weights.config)]
+
+
 def test_json(compiled, capsys):
     assert cli.main(["warmup", *SMALL.split(), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -103,6 +138,8 @@ def test_json(compiled, capsys):
         ("--arch sm90 --head-dims 0", 2, "head_dims must be positive"),
         ("--arch sm90 --head-dims 20", 2, "head dims must be multiples of 8"),
         ("--arch sm90 --layers 4096", 2, "layers must be inputs x outputs, got '4096'"),
+        ("--arch sm90 --model nothing", 1, "config.json must exist, got none"),
+        ("--arch sm90 --model llama-8b --head-dims 96", 2, "head_dims must be (128,), the model's"),
         ("--arch sm90 --ops w4a16 --group-sizes 48", 2, "takes groups of 32, 64, 128, 256"),
     ],
 )

@@ -235,7 +235,7 @@ def test_new_weights_go_on_with_the_text(tmp_path):
             got += [t for delta in output.deltas for t in delta.token_ids]
         if len(got) == 7 and swapped is None:
             swapped = llm.load_beside(new)
-            llm.swap(swapped, new)
+            llm.swap(swapped)
     before = tokens(LLM(old), [PROMPTS[4]])[0][:7]
     rest = SamplingParams(temperature=0, max_tokens=NEW - 7, ignore_eos=True)
     after = tokens(LLM(new), [PROMPTS[4] + before], rest)[0]

@@ -9,6 +9,7 @@ from ridgeline.engine.llm import LLM
 from ridgeline.engine.memory import plan
 from ridgeline.engine.params import SamplingParams
 from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
+from ridgeline.kernels.w4a16 import cpu_bags
 from ridgeline.nn.hf import copy_tokenizer, state_tensors
 from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.checkpoint import save_quantized
@@ -39,14 +40,19 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [made.choices[0].token_ids for made in llm.generate(PROMPTS, GREEDY)]
 
 
-def test_bf16_where_int4_is_exact(tmp_path, model_folder):
-    """bf16 scales: the int4 kernel; fp16 scales have more bits: fp32. The plan says the same."""
+def test_bf16_where_a_fast_kernel_takes_it(tmp_path, model_folder, monkeypatch):
+    """bf16 scales: the int4 kernel; fp16 scales have more bits: bags, or else fp32. The plan says
+    the same."""
+    monkeypatch.setattr(cpu_bags, "has_bags", lambda: False)
     wide = write(tmp_path / "bf16", model_folder, "bfloat16")
     write(tmp_path / "fp16", model_folder, "float16")
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float32")):
         llm = LLM(tmp_path / name)
         assert (llm.info.dtype, plan(tmp_path / name, EngineConfig()).dtype) == (dtype, dtype)
         assert llm.info.weights == "compressed-tensors 4-bit group 32"
+    monkeypatch.undo()
+    fp16 = LLM(tmp_path / "fp16").info.dtype
+    assert fp16 == ("bfloat16" if cpu_bags.has_bags() else "float32")
     asked = LLM(tmp_path / "bf16", EngineConfig(dtype="float32"))
     assert asked.info.dtype == "float32" and tokens(asked) == tokens(LLM(wide))
 

@@ -1,4 +1,5 @@
-"""Two ranks over gloo generate what one does; messages are msgpack of a known kind, or refused."""
+"""Two ranks over gloo generate what one does; messages are msgpack of a known kind, or refused.
+Ranks that the engine starts itself: test_workers.py."""
 
 from __future__ import annotations
 

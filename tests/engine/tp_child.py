@@ -32,7 +32,7 @@ def main(folder: str, other: str) -> None:
         llm.follow()
         return
     found = generate(llm)
-    llm.swap(llm.load_beside(Path(other)), Path(other))
+    llm.reload(Path(other))
     found["reloaded"] = generate(llm)["tokens"]
     llm.close()
     print(json.dumps(found))

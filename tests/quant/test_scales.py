@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.formats.grid import GridSpec, range_params, to_codes
-from ridgeline.quant.scales import fit_group_params, refit_scales
+from ridgeline.quant.scales import JointRanges, fit_group_params, refit_scales
 
 
 def weighted_error(grouped, importance, scale, zero, spec) -> torch.Tensor:
@@ -76,3 +76,56 @@ def test_refit_keeps_the_scale_of_a_group_without_codes() -> None:
     old_RN = torch.tensor([[0.5] * 3, [0.25] * 3])
     got = refit_scales(torch.randn(16, 3).abs(), signed_KN, torch.eye(16), 8, old_RN)
     assert torch.equal(got[1], old_RN[1]) and not torch.equal(got[0], old_RN[0])
+
+
+def total_error(ranges: JointRanges, w_NK: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
+    """e H e^T of every row, from the ranges alone."""
+    K = w_NK.shape[1]
+    group = torch.arange(K) // ranges.group_size
+    scale, zero = ranges.scale_RN.T[:, group], ranges.zero_RN.T[:, group]
+    error = scale * (to_codes(w_NK, scale, zero, ranges.spec.max_code) - zero) - w_NK
+    return ((error @ H) * error).sum(1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("k", [48, 41])
+def test_joint_ranges_lower_the_error_of_the_whole_row(symmetric: bool, k: int) -> None:
+    """Sweep by sweep, and below what each group finds on its own; the kept error is the real
+    one."""
+    generator = torch.Generator().manual_seed(5)
+    w_NK = torch.randn(20, k, generator=generator)
+    x_MK = torch.randn(200, 6, generator=generator) @ torch.randn(6, k, generator=generator)
+    H = (x_MK.T @ x_MK) / 200 + 0.01 * torch.eye(k)
+    spec = GridSpec(symmetric=symmetric)
+    ranges = JointRanges(w_NK, H, 16, spec)
+    errors = [total_error(ranges, w_NK, H)]
+    for sweep in range(3):
+        ranges.sweep(neighbours=sweep > 0)
+        errors.append(total_error(ranges, w_NK, H))
+    for before, after in zip(errors, errors[1:], strict=False):
+        assert (after <= before * (1 + 1e-3) + 1e-4).all()
+    assert errors[-1].sum() < 0.5 * errors[0].sum()
+    kept = ranges.error_KN[:k].T
+    torch.testing.assert_close(((kept @ H) * kept).sum(1), errors[-1], rtol=1e-3, atol=1e-4)
+    alone = torch.block_diag(*[H[i : i + 16, i : i + 16] for i in range(0, k, 16)])
+    single = JointRanges(w_NK, alone, 16, spec)
+    for sweep in range(3):
+        single.sweep(neighbours=sweep > 0)
+    assert errors[-1].sum() < 0.7 * total_error(single, w_NK, H).sum()
+
+
+def test_ranges_that_must_not_clip_hold_every_value() -> None:
+    """No value moves by more than half a step; with clipping allowed some do."""
+    generator = torch.Generator().manual_seed(6)
+    w_NK, x_MK = torch.randn(30, 32, generator=generator), torch.randn(90, 32, generator=generator)
+    spec, H = GridSpec(bits=3, symmetric=False), x_MK.T @ x_MK
+    worst = {}
+    for clips in (False, True):
+        ranges = JointRanges(w_NK, H, 16, spec, clips=clips)
+        start = total_error(ranges, w_NK, H).sum()
+        for sweep in range(3):
+            ranges.sweep(neighbours=sweep > 0)
+        assert total_error(ranges, w_NK, H).sum() < start
+        steps = ranges.error_KN.T.reshape(30, 2, 16) / ranges.scale_RN.T[..., None]
+        worst[clips] = float(steps.abs().max())
+    assert worst[False] <= 0.5 + 1e-4 < worst[True]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ridgeline.cli.convert import folder_bytes
-from ridgeline.cli.quantize import QuantizeConfig, quantize, recipe_of
-from ridgeline.cli.stage import Context, Result, Stage, need
+from ridgeline.cli.quantize import QuantizeConfig, quantize
+from ridgeline.cli.quantize_work import recipe_of
+from ridgeline.cli.stage import Context, Result, Stage, fingerprint, need
 from ridgeline.cli.stages.perplexity import measure
 from ridgeline.cli.tables import bytes_text
+from ridgeline.core import progress
 from ridgeline.core.files import atomic_write_text
 from ridgeline.core.text import wiki_split
 from ridgeline.engine.load import OpenModel, open_model
@@ -23,13 +28,19 @@ GROUP, SEQUENCE_TOKENS = 64, 512
 
 
 def run(context: Context) -> Result:
-    """Quantize and measure perplexity, size and bytes a token, before and after."""
+    """Quantize and measure perplexity, size and bytes a token, before and after.
+
+    Each part's outcome is kept as it comes, and `quantize` keeps every finished block, so an
+    interrupted run goes on where it was.
+    """
     source, before = need(context, "weights"), need(context, "perplexity")
     config = _config(context, source["folder"])
-    rounded = _rounded_ppl(context, config)
-    written = quantize(config)
+    parts = _Parts(context)
+    rounded = parts.have("rounded", lambda: _rounded_ppl(context, config))
+    written = parts.have("quantized", lambda: _written(quantize(config)), needs=config.out)
     opened = open_model(config.out, context.dtype, context.device)
-    after = measure(opened, context, "perplexity of GPTQ").ppl
+    after = parts.have("after", lambda: measure(opened, context, "perplexity of GPTQ").ppl)
+    parts.drop()
     plain_bytes = source["bytes"]
     increase = {"rtn": rounded - before["ppl"], "gptq": after - before["ppl"]}
     return {
@@ -51,6 +62,42 @@ def run(context: Context) -> Result:
         "bytes_per_token_before": _wide_bytes_per_token(opened),
         "bytes_per_token_after": _packed_bytes_per_token(opened),
     }
+
+
+class _Parts:
+    """Outcomes of the stage's parts until it is whole, in results/quantize.parts.json."""
+
+    def __init__(self, context: Context) -> None:
+        self.path = context.folder / "results" / "quantize.parts.json"
+        self.fingerprint = fingerprint(STAGE, context)
+        self.held: dict[str, Any] = {}
+        if {"all", STAGE.name} & set(context.config.redo):
+            self.drop()
+        try:
+            record = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        if record.get("fingerprint") == self.fingerprint:
+            self.held = record["parts"]
+
+    def have(self, name: str, make: Callable[[], Any], needs: Path | None = None) -> Any:
+        """The outcome of a part, made unless it is kept (and what it needs is still there)."""
+        if name in self.held and (needs is None or needs.exists()):
+            progress.say(f"      {name}: kept from before")
+            return self.held[name]
+        self.held[name] = make()
+        record = {"fingerprint": self.fingerprint, "parts": self.held}
+        atomic_write_text(self.path, json.dumps(record, indent=1))
+        return self.held[name]
+
+    def drop(self) -> None:
+        """The stage is whole, or is to be done anew."""
+        self.path.unlink(missing_ok=True)
+
+
+def _written(result: Result) -> Result:
+    """What is said of the run later."""
+    return {name: result[name] for name in ("calibration_tokens", "quantize_seconds")}
 
 
 def _config(context: Context, folder: str) -> QuantizeConfig:

@@ -39,6 +39,8 @@ class ServerConfig:
     """A request that takes longer is ended; `deadline_s` of a request can only shorten it."""
     drain_s: float = 30.0
     """After SIGTERM: how long requests in flight may go on."""
+    dead_s: float = 2.0
+    """How long a dead engine is told with 503 before the server ends."""
     template_timeout_s: float = 2.0
     """Of rendering one chat template."""
     grammar_timeout_s: float = 5.0

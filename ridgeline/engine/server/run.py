@@ -74,6 +74,7 @@ async def serve(
     """Serve until SIGTERM or SIGINT, or until `stop` is set; then let requests finish.
 
     A second signal ends at once. Returns True where every request had its end.
+    Raises: UserError where the engine died: whoever keeps the server up starts it anew.
     """
     app, state = build_app(engine, config, folder=folder)
     server = _Server(
@@ -96,24 +97,43 @@ async def serve(
         if config.watch is not None:
             tasks.append(asyncio.ensure_future(watch(state, config.watch)))
         waiting = asyncio.ensure_future(stopping.wait())
+        dying = asyncio.ensure_future(_death(engine, config.dead_s))
         try:
             while not server.started and not tasks[0].done():
                 await asyncio.sleep(0.005)
             if ready is not None:
                 ready(state)
-            await asyncio.wait({tasks[0], waiting}, return_when=asyncio.FIRST_COMPLETED)
+            awaited = {tasks[0], waiting, dying}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             finished = await _drain(engine, state, hurry)
             server.should_exit = True
             server.force_exit = hurry.is_set()
             server.config.timeout_graceful_shutdown = 5
             await tasks[0]
         finally:
-            for task in (*tasks[1:], waiting):
+            why = engine.health().reason if engine.health().state == "dead" else None
+            for task in (*tasks[1:], waiting, dying):
                 task.cancel()
-            await asyncio.wait({*tasks, waiting})
+            await asyncio.wait({*tasks, waiting, dying})
             await state.close()
             await engine.close()
+    if why is not None:
+        raise UserError(f"serve: the engine died: {why}; start the server again")
     return finished
+
+
+async def _death(engine: EngineClient, told_s: float) -> None:
+    """Until the engine has been dead for so long: its clients are told meanwhile."""
+    loop = asyncio.get_running_loop()
+    since: float | None = None
+    while since is None or loop.time() - since < told_s:
+        await asyncio.sleep(min(0.25, told_s))
+        health = engine.health()
+        if health.state != "dead":
+            since = None
+        elif since is None:
+            since = loop.time()
+            log.critical("the engine died: %s", health.reason)
 
 
 async def _drain(engine: EngineClient, state: ServerState, hurry: asyncio.Event) -> bool:

@@ -63,11 +63,15 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_dims(problem: AttentionProblem) -> tuple[int, int]:
-    """Columns of a K and a V tile: the head dims, padded to a power of two of 16 or more."""
-    return (
-        max(16, next_power_of_2(problem.head_dim)),
-        max(16, next_power_of_2(problem.head_dim_v)),
-    )
+    """Columns of a K and a V tile: the head dims, padded to a power of two of 16 or more.
+
+    Tiles narrower than 128 bytes lie in shared memory in a swizzle mode of their own. K and V get
+    one mode, the wider one's: ptxas 12.8 loses the base of descriptors that differ in nothing but
+    the mode (docs/log/attention_triton.md).
+    """
+    d, dv = (max(16, next_power_of_2(dim)) for dim in (problem.head_dim, problem.head_dim_v))
+    least = min(max(d, dv), 128 // itemsize_bytes(problem.dtype))
+    return max(d, least), max(dv, least)
 
 
 def smem_bytes(problem: AttentionProblem, kernel: str, tile: TileConfig) -> int:
@@ -382,7 +386,7 @@ def decode_config(
         merge_us = _MERGE_US if splits > 1 else 0.0
         return waves * (-(-tiles // splits) * tile_us + _SPLIT_OVERHEAD_US) + merge_us
 
-    most = min(tiles, 128, max(1, 4 * slots // programs))
+    most = min(tiles, 128, max(1, 4 * slots // max(1, programs)))
     best = min(range(1, most + 1), key=lambda splits: (cost_us(splits), splits))
     return DecodeConfig(tile=tile, num_splits=best)
 

@@ -10,6 +10,8 @@ before the products they enter. Every sum has a fixed order: results are bitwise
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ridgeline.kernels.attention import triton_bwd, triton_decode, triton_fwd
@@ -47,11 +49,14 @@ from ridgeline.kernels.attention.triton_plan import (
 def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
     """Attention forward -> (out, lse_ln fp32). See the module's docstring."""
     x = inputs_of(q, k, v, options, extras)
+    if not q.numel():
+        out, lse = forward_outputs(x)
+        return (out[0] if x.packed_q else out), lse
     problem, arch = problem_of(x, "fwd"), arch_of(q.device)
     decode = takes_decode(problem)
     tile = None if decode else forward_tile(problem, arch)
     if tile is not None and needs_widening(x, tile):
-        x = inputs_of(widened(q), widened(k), widened(v), options, extras)
+        x = widened(x)
     out, lse = forward_outputs(x, cleared=decode)
     if tile is None:
         launches = plan_decode(x, out, lse, decode_config(problem, arch, options.num_splits))
@@ -63,22 +68,21 @@ def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
 
 
 def needs_widening(x: Inputs, tile: TileConfig) -> bool:
-    """Whether head dims are padded in memory first: 16-bit ones that TMA cannot read.
-
-    Beside the bytes that TMA saves there is a reason of correctness: loaded element by element, a
-    call with head dims 40 and 24 gave wrong values on an H200 (bf16 and fp16; fp32 was right).
-    """
-    dims = (x.q.shape[-1], x.v.shape[-1])
-    return tile.tma and x.q.element_size() == 2 and any(dim != _wide(dim) for dim in dims)
+    """Whether head dims are padded in memory first, so that TMA can read them: not of a cache,
+    which has more rows than the call looks at."""
+    cache = x.extras.kv_batch_idx is not None or not x.descriptors
+    return tile.tma and not cache and (x.q.shape[-1], x.v.shape[-1]) != x.columns
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """Columns up to a power of two of 16 or more, zero where x has none."""
-    return torch.nn.functional.pad(x, (0, _wide(x.shape[-1]) - x.shape[-1]))
+def widened(x: Inputs) -> Inputs:
+    """q, k and v as wide as their tiles, zero where there was nothing."""
+    d, dv = x.columns
+    return replace(x, q=_padded(x.q, d), k=_padded(x.k, d), v=_padded(x.v, dv))
 
 
-def _wide(dim: int) -> int:
-    return max(16, next_power_of_2(dim))
+def _padded(x: torch.Tensor, columns: int) -> torch.Tensor:
+    missing = columns - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def forward_outputs(x: Inputs, cleared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +100,8 @@ def plan_decode(
 ) -> list[Launch]:
     """The split-KV launch and, with several splits, the merge; out is 4-D."""
     tile, splits = config.tile, config.num_splits
-    tma = tile.tma and bool(flat_strides(x.k)) and bool(flat_strides(x.v))
+    d, dv = x.columns
+    tma = tile.tma and all(flat_strides(*t) for t in ((x.k, d), (x.v, dv)))
     tma &= not x.paged or x.k.shape[1] % tile.block_n == 0
     variant = variant_of(x, tile, tma, direct=splits == 1)
     kv = (x.k, tile.block_n, False), (x.v, tile.block_n, False)
@@ -145,7 +150,7 @@ def plan_decode(
 
 def plan_forward(x: Inputs, out: torch.Tensor, lse: torch.Tensor, tile: TileConfig) -> list[Launch]:
     """The forward kernel's launch, after that of its list of tiles if it has one; out is 4-D."""
-    tma = tile.tma and x.descriptors and all(flat_strides(t) for t in (x.q, x.k, x.v))
+    tma = tile.tma and x.descriptors and x.flat
     variant = variant_of(x, tile, tma, ragged=tma)
     ragged_n = not variant.whole_n
     tensors = (
@@ -181,11 +186,9 @@ def backward(
     x = inputs_of(q, k, v, options, extras)
     config = backward_config(problem_of(x, "bwd"), arch_of(q.device))
     if needs_widening(x, config.dkdv) or needs_widening(x, config.dq):
-        x = inputs_of(widened(q), widened(k), widened(v), options, extras)
-        dout, out = widened(dout), widened(out)
-    plan = BackwardPlan(
-        x, batched(dout, x.packed_q), dlse, batched(out, x.packed_q), lse_ln, config
-    )
+        x = widened(x)
+    dout, out = (batched(_padded(t, x.v.shape[-1]), x.packed_q) for t in (dout, out))
+    plan = BackwardPlan(x, dout, dlse, out, lse_ln, config)
     for launch in plan.launches():
         launch.run()
     packed_k = extras.cu_seqlens_k is not None
@@ -216,7 +219,7 @@ class BackwardPlan:
     def __init__(self, x: Inputs, dout, dlse, out, lse_ln, config: BackwardConfig):
         self.x, self.dout, self.dlse, self.out, self.lse = x, dout, dlse, out, lse_ln
         self.config = config
-        self.tma = x.descriptors and all(flat_strides(t) for t in (x.q, x.k, x.v, dout))
+        self.tma = x.descriptors and x.flat and flat_strides(dout, x.columns[1]) is not None
         new = torch.empty_like if x.extras.kv_batch_idx is None else torch.zeros_like
         kept = {"memory_format": torch.contiguous_format}
         self.dq, self.dk, self.dv = (new(t, **kept) for t in (x.q, x.k, x.v))

@@ -5,7 +5,8 @@ starts; S and T are the lengths in force (used lengths where given); T - S is th
 diagonal; `_log2` is a score times log2(e), so that exp2 is the only exponential.
 
 `Call` holds what varies from call to call (pointers, sizes, scalars); `Variant` holds what is
-compiled in. An option that is off is None in `Call` or False in `Variant` and costs nothing.
+compiled in. An option that is off is None in `Call` or False in `Variant` and costs nothing. Nor do
+assertions on the values of index tensors, but in debug mode (core/env.py), where they trap.
 
 Addresses are 2^31-safe: the start of a tile is a 64-bit product, offsets inside a tile are 32-bit.
 """
@@ -61,6 +62,8 @@ class Call(NamedTuple):
     rows_q: int
     """Stored rows of a packed tensor."""
     rows_k: int
+    stores_k: int
+    """Sequences or pages that k holds; 0 but in debug mode, which alone asks."""
     seqlen_q: int
     seqlen_k: int
     left: int
@@ -132,20 +135,29 @@ def sequence(c, b):
         row_q = row_q * 0
         start_q = tl.load(c.cu_q + b).to(tl.int64)
         end_q = tl.load(c.cu_q + b + 1, mask=inside, other=c.rows_q).to(tl.int64)
+        ordered = (start_q >= 0) & (start_q <= end_q) & (end_q <= c.rows_q)
+        tl.device_assert(ordered, "attention: cu_seqlens_q must not decrease or exceed the tensor")
         stored = (end_q - start_q).to(tl.int32)
+        fits = (stored <= c.seqlen_q) | (b >= c.batch)
+        tl.device_assert(fits, "attention: max_seqlen_q must be at least the longest length")
         S = tl.where(inside, stored, 0)
     if c.used_q is not None:
         S = tl.load(c.used_q + b, mask=inside, other=0).to(tl.int32)
-    row_k, start_k, _ = stored_keys(c, b)
+        tl.device_assert((S >= 0) & (S <= stored), "attention: seqused_q must be a prefix's length")
+    row_k, start_k, capacity = stored_keys(c, b)
     T = tl.cast(c.seqlen_k, tl.int32)
     if c.cu_k is not None:
         T = (tl.load(c.cu_k + b + 1, mask=inside, other=0).to(tl.int64) - start_k).to(tl.int32)
         T = tl.where(inside, T, 0)
     if c.used_k is not None:
         T = tl.load(c.used_k + b, mask=inside, other=0).to(tl.int32)
+        fits = (T >= 0) & (T <= capacity) | (b >= c.batch)
+        tl.device_assert(fits, "attention: seqused_k or cache_seqlens must be a prefix's length")
     pad = tl.cast(0, tl.int32)
     if c.pad_k is not None:
-        pad = tl.minimum(tl.load(c.pad_k + b, mask=inside, other=0).to(tl.int32), T)
+        pad = tl.load(c.pad_k + b, mask=inside, other=0).to(tl.int32)
+        tl.device_assert((pad >= 0) & (pad <= capacity), "attention: leftpad_k must name a key")
+        pad = tl.minimum(pad, T)
     return row_q, start_q, stored, S, row_k, start_k, T, pad
 
 
@@ -156,10 +168,18 @@ def stored_keys(c, b):
     stored = tl.cast(c.seqlen_k, tl.int32)
     if c.kv_rows is not None:
         row_k = tl.load(c.kv_rows + b, mask=b < c.batch, other=0).to(tl.int64)
+        exists = (row_k >= 0) & (row_k < c.stores_k)
+        tl.device_assert(exists, "attention: cache_batch_idx must name a row of the cache")
     if c.cu_k is not None:
         row_k = row_k * 0
         start_k = tl.load(c.cu_k + b).to(tl.int64)
         end_k = tl.load(c.cu_k + b + 1, mask=b < c.batch, other=c.rows_k).to(tl.int64)
+        ordered = (start_k >= 0) & (start_k <= end_k)
+        if c.pages is not None:  # nothing lies behind the last sequence's pages
+            ordered |= b >= c.batch
+        else:
+            ordered &= end_k <= c.rows_k
+        tl.device_assert(ordered, "attention: cu_seqlens_k must not decrease or exceed the tensor")
         stored = (end_k - start_k).to(tl.int32)
     return row_k, start_k, stored
 
@@ -356,14 +376,22 @@ def load_rows(
 
 
 @triton.jit
-def paged_rows(x, pages, start, low, high, MASKED: tl.constexpr, v: tl.constexpr):
+def existing(page, c):
+    """The page id, which must be one."""
+    exists = (page >= 0) & (page < c.stores_k)
+    tl.device_assert(exists, "attention: block_table must hold ids of pages of the cache")
+    return page
+
+
+@triton.jit
+def paged_rows(x, pages, start, low, high, MASKED: tl.constexpr, c, v: tl.constexpr):
     """Offsets of the keys [start, start + block_n) of a sequence from its head in the pages."""
     j = start + tl.arange(0, v.block_n)
     if MASKED:
         page = tl.load(pages + (j >> v.page_shift), mask=(j >= low) & (j < high), other=0)
     else:
         page = tl.load(pages + (j >> v.page_shift))
-    return page.to(tl.int64) * x[1][0] + (j & (v.page_size - 1)) * x[1][1]
+    return existing(page, c).to(tl.int64) * x[1][0] + (j & (v.page_size - 1)) * x[1][1]
 
 
 @triton.jit

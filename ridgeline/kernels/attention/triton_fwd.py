@@ -25,6 +25,7 @@ from ridgeline.kernels.attention.triton_common import (
     block_list,
     block_tile,
     dropout_keep,
+    existing,
     key_spans,
     load_paged_rows,
     load_rows,
@@ -60,7 +61,7 @@ def load_keys(
     """
     base, row, start, head, pages, paged = place
     if v.page_size and v.tma and MASKED != 1:
-        page = tl.load(pages + (n >> v.page_shift))
+        page = existing(tl.load(pages + (n >> v.page_shift)), c)
         slot = n & (v.page_size - 1)
         tile = desc.load([page * x[2][0] + head * x[2][1] + slot, head * x[2][2]])
     elif v.page_size:
@@ -110,10 +111,10 @@ def attention_step(
     i_m, full_first, full_end = rows
     k_rows, v_rows = k_at[4], v_at[4]
     if v.page_size and not (v.tma and MASKED != 1):
-        k_rows = paged_rows(k_x, k_at[4], n, pad, T, MASKED > 0, v)
+        k_rows = paged_rows(k_x, k_at[4], n, pad, T, MASKED > 0, c, v)
         v_rows = k_rows
         if not v.same_rows:
-            v_rows = paged_rows(v_x, v_at[4], n, pad, T, MASKED > 0, v)
+            v_rows = paged_rows(v_x, v_at[4], n, pad, T, MASKED > 0, c, v)
     k_at = (k_at[0], k_at[1], k_at[2], k_at[3], k_at[4], k_rows)
     v_at = (v_at[0], v_at[1], v_at[2], v_at[3], v_at[4], v_rows)
     k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ridgeline.core import env
 from ridgeline.core.arch import Arch, detect, pretend
 from ridgeline.core.dtypes import dtype_name
-from ridgeline.kernels.attention.config import TileConfig, block_dims, next_power_of_2
+from ridgeline.kernels.attention.config import TileConfig, block_dims
 from ridgeline.kernels.attention.mods import BLOCK as MASK_BLOCK
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions, AttentionProblem
 from ridgeline.kernels.attention.rng import threshold
@@ -93,14 +93,15 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def flat_strides(x: torch.Tensor) -> tuple[int, int, int] | None:
+def flat_strides(x: torch.Tensor, columns: int) -> tuple[int, int, int] | None:
     """How a [B, S, H, D] tensor lies in a matrix with one query or key a row.
 
-    Returns (rows a batch, rows a head, columns a head), or None where TMA cannot read it so.
+    Returns (rows a batch, rows a head, columns a head), or None where TMA cannot read it so as
+    tiles of so many columns.
     """
     batch, row, head = strides_of(x)
     size, dim = x.element_size(), x.shape[-1]
-    if x.numel() == 0 or row <= 0 or dim != max(16, next_power_of_2(dim)):
+    if x.numel() == 0 or row <= 0 or dim != columns:
         return None
     if x.data_ptr() % 16 or row * size % 16 or head * size % 16 or x.stride(-1) != 1:
         return None
@@ -133,13 +134,13 @@ def tile_descriptor(
 
 def tensor_args(tensors: Iterable[tuple[torch.Tensor, int, bool]], tma: bool) -> tuple[list, list]:
     """([(tensor, strides, flat strides)...], [descriptor or None...]) of (tensor, tile rows,
-    ragged) triples.
+    ragged) triples; with tma each has the columns of its tiles.
 
     Descriptors are arguments of their own: Triton 3.6 does not launch those that lie in a tuple.
     """
     places, descriptors = [], []
     for x, rows, ragged in tensors:
-        flat = flat_strides(x) if tma else None
+        flat = flat_strides(x, x.shape[-1]) if tma else None
         places.append((x, strides_of(x), flat or (0, 0, 0)))
         descriptors.append(tile_descriptor(x, flat, rows, ragged) if flat else None)
     return places, descriptors
@@ -169,6 +170,17 @@ class Inputs:
     @property
     def kv_heads(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of a tile of q or k, and of v."""
+        return block_dims(problem_of(self, "fwd"))
+
+    @property
+    def flat(self) -> bool:
+        """Whether TMA can read q, k and v."""
+        d, dv = self.columns
+        return all(flat_strides(*t) for t in ((self.q, d), (self.k, d), (self.v, dv)))
 
     @property
     def whole_keys(self) -> bool:
@@ -290,7 +302,7 @@ def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
         kernel=list_tiles,
         grid=(x.batch + 1, 1, 1),
         args=(entries, own, other, x.batch, rows, capacity, block, kind, lanes),
-        options={"num_warps": 2},
+        options={"num_warps": 2, **debug_options()},
     )
     other_bytes = (x.seqlen_k if side == "q" else x.seqlen_q) * x.q.element_size()
     other_bytes *= x.q.shape[-1] + x.v.shape[-1]
@@ -334,6 +346,7 @@ def call_of(x: Inputs, tiles: Tiles | None = None, side: str = "q") -> Call:
         batch=x.batch,
         rows_q=x.q.shape[1],
         rows_k=x.k.shape[1],
+        stores_k=x.k.shape[0] if env.kernel_debug() else 0,
         seqlen_q=x.seqlen_q,
         seqlen_k=x.seqlen_k,
         left=options.window_left or 0,
@@ -363,7 +376,7 @@ def _block_lists(x: Inputs, side: str) -> dict[str, Any]:
 def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant:
     """The compile key of a kernel for a call."""
     options, extras = x.options, x.extras
-    block_d, block_dv = block_dims(problem_of(x, "fwd"))
+    block_d, block_dv = x.columns
     code = None if x.mods is None else x.mods[0]
     blocks = extras.mods is not None and extras.mods.blocks is not None
     plain = not options.softcap and extras.bias is None and extras.alibi_slopes is None
@@ -407,7 +420,13 @@ def seeds_of(extras: AttentionExtras) -> tuple[int, int]:
 
 def launch_options(tile: TileConfig) -> dict[str, Any]:
     """Triton's compile options of a tile."""
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **debug_options()}
+
+
+def debug_options() -> dict[str, Any]:
+    """In debug mode: assertions on the device are compiled in. Those on overflow are not: random
+    words wrap."""
+    return {"debug": True, "sanitize_overflow": False} if env.kernel_debug() else {}
 
 
 def interpreted() -> bool:

@@ -46,6 +46,8 @@ def list_tiles(
     lanes = tl.arange(0, LANES)
     start = tl.load(starts + b)
     end = tl.load(starts + b + 1, mask=b < batch, other=rows)
+    ordered = (start >= 0) & (start <= end) & (end <= rows)
+    tl.device_assert(ordered, "attention: cu_seqlens must not decrease or exceed the tensor")
     num = tl.cdiv(end - start, BLOCK)
     mine = _work_before(starts, other_starts, b, end - start, batch, BLOCK, KIND)
     for first in range(0, num, LANES):

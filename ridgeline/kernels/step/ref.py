@@ -43,3 +43,33 @@ def rope_append(
     k_flat.index_copy_(0, slots_P.long(), turned[:, heads:])
     v_flat.index_copy_(0, slots_P.long(), qkv_PHD[:, heads + G :])
     return turned[:, :heads].contiguous()
+
+
+def norm_linear(
+    x_1C: torch.Tensor,
+    delta_1C: torch.Tensor | None,
+    norm_C: torch.Tensor,
+    eps: float,
+    weight_NC: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + delta in memory of its own, a linear of its RMS norm; gated: silu_mul of that)."""
+    kept_1C = x_1C if delta_1C is None else x_1C + delta_1C
+    y_1N = F.linear(F.rms_norm(kept_1C, kept_1C.shape[-1:], norm_C, eps), weight_NC, bias_N)
+    return kept_1C, silu_mul(y_1N) if gated else y_1N
+
+
+def row_linear(
+    x_1C: torch.Tensor,
+    weight_NC: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """A linear; dtype: of the result, rounded once from the sum in fp32."""
+    if dtype in (None, x_1C.dtype):
+        return F.linear(x_1C, weight_NC, bias_N)
+    bias = None if bias_N is None else bias_N.to(dtype)
+    return F.linear(x_1C.to(dtype), weight_NC.to(dtype), bias)

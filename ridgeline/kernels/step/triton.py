@@ -16,6 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.kernels.step.triton_rows import norm_linear, row_linear
+
+__all__ = ["add_rms_norm", "norm_linear", "rope_append", "row_linear", "silu_mul"]
+
 _PIECE = 1024
 
 

@@ -1,14 +1,17 @@
 """W4A16 on a CPU with what PyTorch does well.
 
-Two layouts are made at load: PyTorch's own int4 packing for few rows (memory-bound: it reads half a
-byte a weight), and the weight widened once for many rows (compute-bound: a plain matmul wins). The
-int4 kernel computes (code - 8) * s + z with s, z in the activation's dtype, so it is taken only
-where that is exact: bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Elsewhere
-the widened weight serves every batch.
+Three layouts are made at load, each where it is the fastest:
+- one row: bags of byte codes (cpu_bags), any format, group size and dtype, fp32 inside;
+- a few rows: PyTorch's int4 packing, which decodes a weight once for all of them. It computes
+  (code - 8) * s + z with s, z in the activation's dtype, so it is taken only where that is exact:
+  bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Other weights go through the
+  bags row by row;
+- many rows: the weight widened once, and a plain matmul.
+A CPU with bf16 instructions, whose int4 kernel is vectorised better, takes int4 for one row too.
 Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
-one row, bf16 ahead from 16 rows; AVX2, int4 362 us against 472 at one row and ahead to 16 rows, a
-float32 matmul ahead from 32 (bf16 is emulated there, so the wide weight is float32).
-Widening costs 2 (bf16) or 4 (float32) bytes a weight of memory beside the half byte packed.
+one row, bf16 ahead from 16 rows. AVX2: docs/w4a16.md (bf16 is emulated there for more than one
+row, so the wide weight is float32).
+Widening costs 2 (bf16) or 4 (float32) bytes a weight of memory, bags 1.1, int4 a half.
 Numerics: fp32 accumulation inside; one-hot activations return the weight bit for bit; with a bias
 the int4 path rounds to the activation's dtype before the bias is added.
 """
@@ -16,17 +19,31 @@ the int4 path rounds to the activation's dtype before the bias is added.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ridgeline.formats.base import QuantizedWeight
+from ridgeline.kernels.w4a16 import cpu_bags
+from ridgeline.kernels.w4a16.cpu_bags import Bags
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.kernels.w4a16.ref import finish
 
 _INT4_GROUPS = (32, 64, 128, 256)
 _INT4_COLUMNS = 16
 """Output features come in multiples of this in PyTorch's packing."""
+
+
+class _Int4(NamedTuple):
+    words: torch.Tensor
+    scale_zero: torch.Tensor
+    """[R, N, 2]."""
+    order_K: torch.Tensor
+    """Input order; empty: as it is."""
+
+
+_NUM_BAGS = len(Bags._fields)
 
 
 @functools.cache
@@ -58,6 +75,11 @@ def int4_refusal(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
+def one_row_refusal(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why one row of activations goes through the widened weight, or None."""
+    return cpu_bags.refusal(weight) and int4_refusal(weight, dtype)
+
+
 def _groups_are_full(weight: QuantizedWeight) -> bool:
     counts = torch.bincount(weight.groups_K(), minlength=weight.scale_NR.shape[1])
     return bool((counts == weight.group_size).all())
@@ -66,11 +88,16 @@ def _groups_are_full(weight: QuantizedWeight) -> bool:
 def prepare(
     weight: QuantizedWeight, dtype: torch.dtype, *, silu_mul: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """(wide_NK,) or (wide_NK, int4 words, scale and zero [R, N, 2], input order [K] or empty)."""
+    """The wide weight [N, K], then Bags where they can be made, then _Int4 likewise."""
     wide_dtype = dtype if dtype == torch.float32 or _wide_is_fast(dtype) else torch.float32
-    wide_NK = weight.dequantize(dtype).to(wide_dtype)
-    if int4_refusal(weight, dtype) is not None:
-        return (wide_NK,)
+    tensors: tuple[torch.Tensor, ...] = (weight.dequantize(dtype).to(wide_dtype),)
+    int4 = int4_refusal(weight, dtype) is None
+    if cpu_bags.refusal(weight) is None and not (int4 and has_fast_bf16()):
+        tensors += cpu_bags.pack(weight)
+    return tensors + _pack_int4(weight, dtype) if int4 else tensors
+
+
+def _pack_int4(weight: QuantizedWeight, dtype: torch.dtype) -> _Int4:
     code_NK = weight.code_NK
     order_K = torch.empty(0, dtype=torch.int64)
     if weight.group_of_K is not None:
@@ -79,24 +106,40 @@ def prepare(
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_NK.to(torch.int32), 1)
     scale_RN = weight.scale_NR.T.to(dtype)
     scale_zero = torch.stack([scale_RN, torch.zeros_like(scale_RN)], dim=-1).contiguous()
-    return wide_NK, words, scale_zero, order_K
+    return _Int4(words, scale_zero, order_K)
 
 
 def _wide_is_fast(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_fast_bf16()
 
 
+def bags_of(prepared: Prepared) -> Bags | None:
+    """The layout for one row, where it was made."""
+    tensors = prepared.tensors
+    return Bags(*tensors[1 : 1 + _NUM_BAGS]) if len(tensors) > _NUM_BAGS else None
+
+
+def _int4_of(prepared: Prepared) -> _Int4 | None:
+    tensors = prepared.tensors
+    return _Int4(*tensors[-3:]) if len(tensors) in (4, 4 + _NUM_BAGS) else None
+
+
 def decode_bytes(prepared: Prepared) -> int:
-    """Bytes of the layout that `forward` reads for one row: the int4 words with their scales where
-    they were made, else the whole widened weight."""
-    wide_NK, *int4 = prepared.tensors
-    return sum(t.numel() * t.element_size() for t in (int4 or [wide_NK]))
+    """Bytes of the layout that `forward` reads for one row: the bags, else the int4 words with
+    their scales, else the whole widened weight."""
+    bags = bags_of(prepared)
+    if bags is not None:
+        return cpu_bags.read_bytes(bags)
+    read = _int4_of(prepared) or prepared.tensors[:1]
+    return sum(t.numel() * t.element_size() for t in read)
 
 
-def rows_for_wide() -> int:
-    """Rows from which the widened weight is faster than the int4 kernel (measured; module
+def rows_for_wide(*, int4: bool) -> int:
+    """Rows from which the widened weight is faster than the layouts for fewer (measured; module
     docstring)."""
-    return 16 if has_fast_bf16() else 32
+    if has_fast_bf16():
+        return 16 if int4 else 2
+    return 32 if int4 else 6
 
 
 def forward(
@@ -106,14 +149,20 @@ def forward(
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Few rows through the int4 kernel where the weight allows, else a matmul on the wide
-    weight."""
-    if batch_invariant and act_MK.shape[0] > 1:
+    """One row through the bags, few through the int4 kernel where the weight allows, else a matmul
+    on the wide weight."""
+    M = act_MK.shape[0]
+    if batch_invariant and M > 1:
         rows = [forward(row, prepared, bias_N) for row in act_MK.split(1)]
         return torch.cat(rows)
-    has_int4 = len(prepared.tensors) > 1
-    if has_int4 and act_MK.shape[0] < rows_for_wide():
-        return _int4(act_MK, prepared, bias_N)
+    bags, int4 = bags_of(prepared), _int4_of(prepared)
+    few = M < rows_for_wide(int4=int4 is not None)
+    if bags is not None and (M == 1 or (few and int4 is None)):
+        rows = [cpu_bags.multiply(row, bags, prepared.n) for row in act_MK.split(1)]
+        out_MN = rows[0] if M == 1 else torch.cat(rows)
+        return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
+    if int4 is not None and few:
+        return _int4(act_MK, int4, prepared, bias_N)
     wide_NK = prepared.tensors[0]
     simple = bias_N is None and not prepared.silu_mul
     if wide_NK.dtype == act_MK.dtype and simple:
@@ -122,12 +171,13 @@ def forward(
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
 
 
-def _int4(act_MK: torch.Tensor, prepared: Prepared, bias_N: torch.Tensor | None) -> torch.Tensor:
-    _, words, scale_zero, order_K = prepared.tensors
-    if order_K.numel():
-        act_MK = act_MK[:, order_K]
+def _int4(
+    act_MK: torch.Tensor, int4: _Int4, prepared: Prepared, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    if int4.order_K.numel():
+        act_MK = act_MK[:, int4.order_K]
     out_MN = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        act_MK.contiguous(), words, prepared.group_size, scale_zero
+        act_MK.contiguous(), int4.words, prepared.group_size, int4.scale_zero
     )
     if bias_N is None and not prepared.silu_mul:
         return out_MN

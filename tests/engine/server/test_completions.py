@@ -117,6 +117,7 @@ def test_health_proves_progress(server, engine):
     assert (status, health["status"], health["reason"]) == (503, "dead", "its thread ended")
     status, answer = server.json("/v1/completions", ASK)
     assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+    engine.dead = False
 
 
 def test_metrics(server):

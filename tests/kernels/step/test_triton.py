@@ -59,3 +59,34 @@ def test_rope_append(H, G, D, dtype, integer):
     for got, want in zip(*results, strict=True):
         agree(got, want)
     assert torch.equal(results[0][2][39], qkv[0, H + G :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("N", "K"), [(1, 64), (24, 100), (130, 576)])
+def test_row_linear(N, K, bias, dtype):
+    x, weight = (torch.randn(n, K, dtype=dtype, device=DEVICE) / K**0.5 for n in (1, N))
+    bias_N = torch.randn(N, dtype=dtype, device=DEVICE) if bias else None
+    agree(triton.row_linear(x, weight, bias_N), ref.row_linear(x, weight, bias_N))
+    wide = triton.row_linear(x, weight, bias_N, dtype=torch.float32)
+    want = ref.row_linear(x, weight, bias_N, dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize(("N", "K"), [(12, 64), (48, 1100)])
+def test_norm_linear(N, K, has_delta, gated, dtype):
+    x, delta = torch.randn(2, 1, K, dtype=dtype, device=DEVICE)
+    before = x.clone()
+    norm = torch.randn(K, dtype=dtype, device=DEVICE)
+    weight = torch.randn(2 * N, K, dtype=dtype, device=DEVICE) / K**0.5
+    bias = torch.randn(2 * N, dtype=dtype, device=DEVICE)
+    args = (x, delta if has_delta else None, norm, 1e-5, weight, bias)
+    kept, y = triton.norm_linear(*args, gated=gated)
+    want_kept, want_y = ref.norm_linear(*args, gated=gated)
+    agree(kept, want_kept)
+    torch.testing.assert_close(y, want_y, atol=2e-5 if dtype == torch.float32 else 0.06, rtol=0.02)
+    assert torch.equal(x, before)

@@ -1,4 +1,4 @@
-"""The CPU implementation takes PyTorch's int4 kernel exactly where that is exact."""
+"""The CPU implementation: which layout serves how many rows, and each is exact."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ridgeline.kernels.w4a16 import cpu, op
+from ridgeline.kernels.w4a16 import cpu, cpu_bags, op
 from ridgeline.kernels.w4a16.ref import w4a16_ref
 
 from .weights import make_weight
@@ -33,7 +33,8 @@ def test_which_weights_go_through_int4(weight: dict, dtype: torch.dtype, reason)
     made = make_weight(**arguments)
     why = cpu.int4_refusal(made, dtype)
     assert (why is None) if reason is None else (why is not None and reason in why)
-    assert len(cpu.prepare(made, dtype)) == (4 if reason is None else 1)
+    prepared = op.prepare(made, dtype)
+    assert (cpu._int4_of(prepared) is not None) == (reason is None)
 
 
 def test_act_order_with_unequal_groups_is_not_taken() -> None:
@@ -49,16 +50,70 @@ def test_act_order_with_unequal_groups_is_not_taken() -> None:
     assert torch.equal(op.w4a16_linear(eye, prepared).T, uneven.dequantize(BF16))
 
 
-def test_both_layouts_are_used(monkeypatch) -> None:
-    """Below the measured row count the int4 kernel runs, from it on the wide matmul."""
-    prepared = op.prepare(make_weight(32, 64, 32, coarse=True), BF16)
-    calls = []
-    original = cpu._int4
-    monkeypatch.setattr(cpu, "_int4", lambda *a: calls.append(a[0].shape[0]) or original(*a))
-    limit = cpu.rows_for_wide()
-    for rows in (1, limit - 1, limit, limit + 1):
-        op.w4a16_linear(torch.randn(rows, 64, dtype=BF16), prepared)
-    assert calls == [1, limit - 1]
+@pytest.mark.parametrize("fast_bf16", [False, True])
+@pytest.mark.parametrize("bags", [False, True])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
+    """One row: bags, or int4 where bf16 is native; a few: int4 where it is exact; many: wide."""
+    if bags and not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
+    weight = make_weight(32, 64, 32, coarse=coarse)
+    prepared = op.prepare(weight, BF16)
+    calls: list[tuple[str, int]] = []
+    int4, multiply = cpu._int4, cpu_bags.multiply
+    monkeypatch.setattr(cpu, "_int4", lambda *a: calls.append(("int4", len(a[0]))) or int4(*a))
+    monkeypatch.setattr(
+        cpu_bags, "multiply", lambda *a: calls.append(("bags", len(a[0]))) or multiply(*a)
+    )
+    limit = cpu.rows_for_wide(int4=coarse)
+    for rows in (1, limit - 1, limit):
+        out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
+        assert torch.equal(out.T, weight.dequantize(BF16)[:, :rows])
+    int4_rows = [("int4", 1)] * coarse, [("int4", limit - 1)] * coarse
+    row = [("bags", 1)] if bags and not (coarse and fast_bf16) else int4_rows[0]
+    few = int4_rows[1] if coarse else [("bags", 1)] * (limit - 1) * bags
+    assert calls == row + few
+
+
+def test_bags_hold_every_width_and_uneven_groups() -> None:
+    """Exact for 2, 3, 4 and 8 bits, fp32 scales, groups that no input or few inputs use."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    for bits in (2, 3, 4, 8):
+        for scale_dtype in (torch.float16, torch.float32):
+            weight = make_weight(
+                200, 160, 32, bits=bits, symmetric=False, act_order=True, scale_dtype=scale_dtype
+            )
+            assert weight.group_of_K is not None
+            table = torch.where(weight.group_of_K == 3, 1, weight.group_of_K)
+            weight = dataclasses.replace(weight, group_of_K=table)
+            packed = cpu_bags.pack(weight)
+            rows = [cpu_bags.multiply(row[None], packed, 200) for row in torch.eye(160)]
+            assert torch.equal(torch.cat(rows).T, weight.dequantize())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_bags_are_as_good_as_a_matmul_in_fp32(symmetric) -> None:
+    """Against fp64, a row at a time, the error of PyTorch's fp32 linear at most twice."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    weight = make_weight(288, 1024, 128, symmetric=symmetric)
+    packed, wide = cpu_bags.pack(weight), weight.dequantize()
+    act_MK = torch.randn(16, 1024)
+    exact = act_MK.double() @ wide.double().T
+    ours = torch.cat([cpu_bags.multiply(row[None], packed, 288) for row in act_MK])
+    plain = torch.cat([row[None] @ wide.T for row in act_MK])
+    error, allowed = (ours - exact).abs(), (plain - exact).abs()
+    assert error.max() <= 2 * allowed.max() + 1e-5
+    assert error.mean() <= 2 * allowed.mean() + 1e-6
+
+
+def test_layers_of_a_size_share_the_index() -> None:
+    first, second = (cpu_bags.pack(make_weight(48, 64, 32)) for _ in range(2))
+    assert first.index.data_ptr() == second.index.data_ptr()
+    assert cpu_bags.read_bytes(first) < 1.35 * 96 * 64
 
 
 @pytest.mark.parametrize("m", [1, 15, 40])

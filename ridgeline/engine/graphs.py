@@ -1,0 +1,248 @@
+"""CUDA graphs of decode steps by batch size, recorded lazily, in one memory pool.
+
+A step's numbers (token, position, slot, keys, pages of each row) are packed into one pinned buffer
+and copied at once. At small sizes a graph ends by choosing the likeliest tokens and by moving its
+numbers one token on, so that for a greedy batch the next step is this graph again: it is started
+before the host has seen this step's tokens, and what the host does in a step costs nothing. A step
+started so is used only if the scheduler then asks for exactly it. If it does not (a sequence ended,
+another one came), the step is lost; what it wrote lies in a slot that its sequence had not filled,
+or that is written again by a later kernel before anyone reads it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ridgeline.engine.device_forward import RowForward
+from ridgeline.engine.forward import Forward
+from ridgeline.engine.paged import DeviceAttention, DeviceBatch
+
+if TYPE_CHECKING:
+    from ridgeline.engine.runner import Runner, StepBatch
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+EAGER_STEPS = 2
+"""Steps of a size before it is recorded."""
+AHEAD_SIZE = 8
+"""Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
+NUMBERS = 5
+"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding)."""
+TRIALS = 5
+LEAST_GAIN = 0.02
+"""By how much another way to compute a step must be faster to be taken."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A step of one size, ready to run on the numbers in the buffer."""
+
+    replay: Callable[[], None]
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
+    """The likeliest ones, int64 [size]; None at sizes that are not started ahead."""
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was started before it was asked for."""
+
+    size: int
+    place: int
+    """Which of the two token buffers its tokens go to."""
+    keys: list[int]
+    pages: list[list[int]]
+
+    def is_asked_for(self, batch: StepBatch, tokens: list[int]) -> bool:
+        """Whether a batch is the step that was started: the same rows, a token later."""
+        return (
+            batch.greedy
+            and batch.token_ids == tokens
+            and [span.num_keys for span in batch.spans] == self.keys
+            and [span.pages for span in batch.spans] == self.pages
+        )
+
+
+class DecodeGraphs:
+    """Decode steps of one runner as graphs (on a CPU, where tests run them: as plain calls)."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.on_gpu = runner.device.type == "cuda"
+        self.seen: dict[int, int] = {}
+        self.recorded: dict[int, Recorded] = {}
+        self.times_ms: dict[str, float] = {}
+        """Of one sequence's step, by the way it is computed, where there was a choice."""
+        self.pool: Any = None
+        most, width = GRAPH_SIZES[-1], runner.table_width
+        shape = (most, NUMBERS + width)
+        self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+        self.device = torch.zeros(shape, dtype=torch.int32, device=runner.device)
+        self.numpy = self.host.numpy()
+        self.host_tokens = torch.zeros(2, AHEAD_SIZE, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.arrived: list[Any] = [torch.cuda.Event() if self.on_gpu else None for _ in range(2)]
+        self.ahead: Ahead | None = None
+        self.last_tokens: list[int] = []
+        self.started_ahead = self.used_ahead = 0
+
+    def forget(self) -> None:
+        """Drop what was recorded: the weights change."""
+        self.recorded.clear()
+        self.ahead = None
+
+    def run(self, batch: StepBatch) -> torch.Tensor | list[int] | None:
+        """Logits of a decode step, or its tokens where a greedy batch needs no more; None: to be
+        run eagerly."""
+        count = len(batch.spans)
+        size = next((size for size in GRAPH_SIZES if size >= count), None)
+        if size is None or not self._ready(batch, size):
+            self.ahead = None
+            return None
+        recorded, ahead = self.recorded[size], self.ahead
+        self.ahead = None
+        place = 0
+        if ahead is not None and ahead.is_asked_for(batch, self.last_tokens):
+            place = ahead.place
+            self.used_ahead += 1
+        else:
+            self._fill(batch, size)
+            recorded.replay()
+            if not self._returns_tokens(batch, recorded):
+                return recorded.logits[:count]
+            self._fetch(recorded, place)
+        self._start_next(batch, size, 1 - place)
+        if self.on_gpu:
+            self.arrived[place].synchronize()
+        self.last_tokens = self.host_tokens[place, :count].tolist()
+        return self.last_tokens
+
+    def _ready(self, batch: StepBatch, size: int) -> bool:
+        if size in self.recorded:
+            return True
+        self.seen[size] = self.seen.get(size, 0) + 1
+        if self.seen[size] <= EAGER_STEPS:
+            return False
+        self._fill(batch, size)  # recording runs the step, on numbers that are valid
+        self.recorded[size] = self._best(size)
+        return True
+
+    # ---- ahead -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _returns_tokens(batch: StepBatch, recorded: Recorded) -> bool:
+        return batch.greedy and recorded.tokens is not None
+
+    def _fetch(self, recorded: Recorded, place: int) -> None:
+        assert recorded.tokens is not None
+        size = recorded.tokens.shape[0]
+        self.host_tokens[place, :size].copy_(recorded.tokens, non_blocking=True)
+        if self.on_gpu:
+            self.arrived[place].record()
+
+    def _start_next(self, batch: StepBatch, size: int, place: int) -> None:
+        """Start the step after a greedy one, where every row stays in its page and goes on."""
+        page = self.runner.cache.page_tokens
+        if not batch.goes_on or any(span.num_keys % page == 0 for span in batch.spans):
+            return
+        recorded = self.recorded[size]
+        recorded.replay()
+        self._fetch(recorded, place)
+        keys = [span.num_keys + 1 for span in batch.spans]
+        self.ahead = Ahead(size, place, keys, [list(span.pages) for span in batch.spans])
+        self.started_ahead += 1
+
+    # ---- a step ------------------------------------------------------------------------------
+
+    def _fill(self, batch: StepBatch, size: int) -> None:
+        cache, host = self.runner.cache, self.numpy
+        page = cache.page_tokens
+        for row, (span, token_id) in enumerate(zip(batch.spans, batch.token_ids, strict=True)):
+            position = span.num_keys - 1
+            slot = span.pages[position // page] * page + position % page
+            host[row, :NUMBERS] = (token_id, position, slot, span.num_keys, 1)
+            host[row, NUMBERS : NUMBERS + len(span.pages)] = span.pages
+        for row in range(len(batch.spans), size):
+            host[row, :NUMBERS] = (0, 0, cache.num_pages * page, 1, 0)
+            host[row, NUMBERS] = cache.num_pages
+        self.device[:size].copy_(self.host[:size], non_blocking=True)
+
+    def _step(self, size: int, forward: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
+        numbers = self.device[:size]
+        batch = DeviceBatch(
+            slots_P=numbers[:, 2].contiguous(),
+            num_decoding=size,
+            decode_seqlens_B=numbers[:, 3].contiguous(),
+            decode_table_BU=numbers[:, NUMBERS:],
+        )
+        attend = DeviceAttention(self.runner.cache, batch)
+        x_PC = forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)
+        logits = self.runner.whole_vocabulary(forward.logits(x_PC))
+        if size > AHEAD_SIZE or self.runner.group is not None:
+            return logits, None
+        tokens = logits.argmax(-1)
+        numbers[:, 0].copy_(tokens)
+        numbers[:, 1:4] += numbers[:, 4:5]
+        return logits, tokens
+
+    # ---- recording ---------------------------------------------------------------------------
+
+    def _best(self, size: int) -> Recorded:
+        """The step recorded; of one sequence in every way there is, and the fastest kept."""
+        first = self._record(size, self.runner.forward)
+        other = RowForward.of(self.runner.forward) if size == 1 and self.on_gpu else None
+        if other is None:
+            return first
+        second = self._record(size, other)
+        self.times_ms = {"rows": self._time_ms(second), "matmuls": self._time_ms(first)}
+        gained = self.times_ms["rows"] < (1 - LEAST_GAIN) * self.times_ms["matmuls"]
+        return second if gained else first
+
+    def _time_ms(self, recorded: Recorded) -> float:
+        """Median milliseconds of a replay. The numbers move on with each: they are put back."""
+        kept, times = self.device.clone(), []
+        for _ in range(TRIALS):
+            self.device.copy_(kept)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            recorded.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        self.device.copy_(kept)
+        return statistics.median(times)
+
+    def _record(self, size: int, forward: Forward) -> Recorded:
+        if not self.on_gpu:
+            return self._plain(size, forward)
+        kept = self.device.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(size, forward)  # kernels compile and libraries allocate outside
+        torch.cuda.current_stream().wait_stream(side)
+        self.device.copy_(kept)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's, a loader's) go on with calls of their own meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            logits, tokens = self._step(size, forward)
+        self.pool = self.pool or graph.pool()
+        return Recorded(graph.replay, logits, tokens, forward)
+
+    def _plain(self, size: int, forward: Forward) -> Recorded:
+        """A recording without a graph: every replay is a call that writes the same tensors."""
+        kept = self.device.clone()
+        logits, tokens = self._step(size, forward)
+        self.device.copy_(kept)
+
+        def replay() -> None:
+            new_logits, new_tokens = self._step(size, forward)
+            logits.copy_(new_logits)
+            if tokens is not None and new_tokens is not None:
+                tokens.copy_(new_tokens)
+
+        return Recorded(replay, logits, tokens, forward)

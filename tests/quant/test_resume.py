@@ -1,0 +1,84 @@
+"""A model in memory with a journal: stopped, it goes on from the last finished block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
+from ridgeline.nn.decoder import Decoder
+from ridgeline.quant.calibrate import Around, quantize_model
+from ridgeline.quant.journal import Journal
+from ridgeline.quant.ranks import Ranks
+from ridgeline.quant.recipe import Override, Recipe
+
+from .test_awq import RECIPE, decoder, ids
+
+__all__ = ["ids"]
+LAYOUT = CompressedTensorsFormat(group_size=16, symmetric=False)
+
+
+class _StoppedError(BaseException):
+    pass
+
+
+def around(folder: Path, recipe: Recipe, stop: int | None = None) -> Around:
+    """stop: the index of the block after which the run ends, before it counts."""
+    journal = Journal(folder, {"run": repr(recipe)}, recipe, Ranks(), torch.device("cpu"))
+
+    def on_block(index: int, weights: dict) -> None:
+        if index == stop:
+            raise _StoppedError
+
+    return Around(journal=journal, on_block=on_block)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "awq+gptq"])
+@pytest.mark.parametrize("stop", [1, 2])
+def test_it_goes_on_with_the_same_bits(ids, tmp_path, method: str, stop: int) -> None:
+    """Biases, folded norms, a skipped layer and the head (block 2) are all put back."""
+    recipe = replace(
+        RECIPE,
+        method=method,
+        layout=LAYOUT,
+        lm_head=True,
+        overrides=(Override(pattern="1.mlp.up", skip=True),),
+    )
+    exact = decoder()
+    whole = quantize_model(exact, ids, recipe)
+    with pytest.raises(_StoppedError):
+        quantize_model(decoder(), ids, recipe, around=around(tmp_path / "kept", recipe, stop))
+    model, done = decoder(), []
+    going_on = around(tmp_path / "kept", recipe)
+    assert going_on.journal is not None
+    assert going_on.journal.finished == {1: 1, 2: 3}[stop]  # the head counts before it is told
+    going_on = replace(going_on, on_block=lambda index, weights: done.append(index))
+    result = quantize_model(model, ids, recipe, around=going_on)
+    assert done == list(range(stop, 3))
+    assert result.weights.keys() == whole.weights.keys()
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight.code_NK, result.weights[name].code_NK), name
+        assert torch.equal(weight.scale_NR, result.weights[name].scale_NR), name
+    assert [report.name for report in result.reports] == [report.name for report in whole.reports]
+    same_parameters(model, exact)
+
+
+def test_a_finished_run_is_only_read(ids, tmp_path) -> None:
+    recipe = replace(RECIPE, method="gptq", layout=LAYOUT, lm_head=True)
+    exact, model = decoder(), decoder()
+    whole = quantize_model(exact, ids, recipe, around=around(tmp_path / "kept", recipe))
+    again = quantize_model(model, ids, recipe, around=around(tmp_path / "kept", recipe))
+    assert again.weights.keys() == whole.weights.keys() and "lm_head" in again.weights
+    same_parameters(model, exact)
+
+
+def same_parameters(model: Decoder, exact: Decoder) -> None:
+    """Weights are those of the codes; biases as far as the stored dtype holds them."""
+    for (name, got), (_, want) in zip(
+        model.named_parameters(), exact.named_parameters(), strict=True
+    ):
+        loose = 1e-3 if name.endswith("bias") else 0.0
+        torch.testing.assert_close(got, want, rtol=loose, atol=loose, msg=name)
