@@ -145,6 +145,10 @@ def test_names_tell_kernels_apart() -> None:
         key = bwd.backward_traits(problem), bwd.backward_config(problem, KNOWN["sm90"])
         names.add(cache.kernel_name(*key))
     assert len(names) == len(SHIPPED) + len(BACKWARD)
+    options = (dict(softcap=3.0), dict(sinks=True), dict(seqused=True), dict(causal=True))
+    traits = [cfg.forward_traits(_problem(64, **changes)) for changes in options]
+    tile = cfg.forward_config(SHIPPED["64-causal"], KNOWN["sm90"])
+    assert len({cache.kernel_name(one, tile) for one in traits}) == len(options)
 
 
 def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
