@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention import cute_sm90_config as cfg
+from ridgeline.kernels.attention import cute_sm90_roles_config as roles
 from ridgeline.kernels.attention.cute import cache, library
 from ridgeline.kernels.attention.problem import AttentionProblem
 
@@ -101,6 +103,37 @@ def test_machine_code_of_the_backward(name: str, tmp_path: Path) -> None:
     assert re.search(r"\bUTMALDG\b", sass) and re.search(r"\bUTMASTG\b", sass)
 
 
+ROLES = {
+    "256": (256, 256, {}),
+    "192-128-causal-deterministic": (192, 128, dict(causal=True, deterministic=True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROLES)
+def test_machine_code_of_the_backward_by_roles(name: str, tmp_path: Path) -> None:
+    """No spills, no serialised products, the registers of all four roles moved. Waits: one a part
+    of dQ; of scores and gradients the first product, two a step and the last."""
+    dim, dim_v, options = ROLES[name]
+    problem = replace(_problem(dim, direction="bwd", **options), head_dim_v=dim_v)
+    traits, config = bwd.backward_traits(problem), bwd.backward_config(problem, KNOWN["sm90"])
+    assert isinstance(config, roles.RolesConfig) and config.pair
+    library.trace(traits, config, tmp_path)
+    (cubin,) = tmp_path.glob("*.cubin")
+    assert set(re.findall(r"STACK:(\d+)", _dump(cubin, "-res-usage"))) == {"0"}
+    sass = _dump(cubin, "-sass")
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    parts = dim // roles.dq_columns(traits)
+    halves = (1 + (dim > 192)) + (1 + (dim_v > 192))
+    products = 2 * (dim + dim_v) // 16 + 4 * halves + 8 * parts
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= parts + 2 * 4
+    assert len(re.findall(r"\bUSETMAXREG\b", sass)) == 4
+    assert re.search(r"\bUTMALDG[^;]*MULTICAST", sass) and re.search(r"\bUCGABAR", sass)
+    # Among them one bulk copy to the other block.
+    assert len(re.findall(r"\bUBLKCP\b", sass)) == 2
+
+
 def test_names_tell_kernels_apart() -> None:
     names = set()
     for problem in SHIPPED.values():
@@ -112,6 +145,10 @@ def test_names_tell_kernels_apart() -> None:
         key = bwd.backward_traits(problem), bwd.backward_config(problem, KNOWN["sm90"])
         names.add(cache.kernel_name(*key))
     assert len(names) == len(SHIPPED) + len(BACKWARD)
+    options = (dict(softcap=3.0), dict(sinks=True), dict(seqused=True), dict(causal=True))
+    traits = [cfg.forward_traits(_problem(64, **changes)) for changes in options]
+    tile = cfg.forward_config(SHIPPED["64-causal"], KNOWN["sm90"])
+    assert len({cache.kernel_name(one, tile) for one in traits}) == len(options)
 
 
 def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

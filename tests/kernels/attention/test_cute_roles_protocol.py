@@ -290,7 +290,7 @@ class Simulation:
 @pytest.mark.parametrize("do_stages", [1, 2])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 7])
 def test_roles_never_lock_up(ranks: int, do_stages: int, num_steps: int) -> None:
-    for seed in range(40):
+    for seed in range(12):
         sim = Simulation(ranks, num_steps, do_stages=do_stages)
         sim.run(seed)
         for rank, block in enumerate(sim.blocks):
@@ -301,7 +301,7 @@ def test_roles_never_lock_up(ranks: int, do_stages: int, num_steps: int) -> None
 def _fails(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[..., None]) -> None:
     monkeypatch.setattr(Simulation, name, change)
     with pytest.raises(AssertionError):
-        for seed in range(60):
+        for seed in range(20):
             Simulation(2, 7).run(seed)
 
 
@@ -328,5 +328,5 @@ def test_the_model_notices_a_pair_that_counts_one_block(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Block, "__init__", fewer)
     with pytest.raises(AssertionError):
-        for seed in range(60):
+        for seed in range(20):
             Simulation(2, 7).run(seed)

@@ -12,6 +12,7 @@ import torch
 from ridgeline.core import arch as arches
 from ridgeline.core import registry
 from ridgeline.kernels.attention import (
+    dispatch,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -243,11 +244,41 @@ def test_a_refused_backward_is_refused_before_the_forward(monkeypatch):
 
 def test_decision_is_cached():
     q = torch.randn(1, 5, 2, 8)
-    flash_attn_func(q, q, q)
+    sinks = torch.zeros(2)
+    flash_attn_func(q, q, q, sinks=sinks)
     before = _decide.cache_info()
-    flash_attn_func(q, q, q)
+    flash_attn_func(q, q, q, sinks=sinks)
     after = _decide.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+def test_plain_calls_are_checked_once_a_kind(monkeypatch):
+    checked = []
+    real = dispatch.check
+    monkeypatch.setattr(dispatch, "check", lambda a: (checked.append(a), real(a)))
+    monkeypatch.setattr(dispatch, "_known", {})
+    q, k = torch.randn(1, 6, 4, 16), torch.randn(1, 7, 2, 16)
+    first = flash_attn_func(q, k, k)
+    assert torch.equal(flash_attn_func(q, k, k), first) and len(checked) == 1
+    others = [
+        flash_attn_func(q, k, k, causal=True),
+        flash_attn_func(q, k, k, softmax_scale=0.5),
+        flash_attn_func(q, k, k, window_size=(1, 0)),
+        flash_attn_func(q[:, :5], k, k),
+        flash_attn_func(q, k[:, :6], k[:, :6]),
+        flash_attn_func(q.double(), k.double(), k.double()),
+        flash_attn_func(q, k, k, impl="ref"),
+    ]
+    assert len(checked) == 1 + len(others)
+    for again in range(2):  # what is refused stays refused
+        with pytest.raises(ValueError, match="attention: k must have a number of heads"):
+            flash_attn_func(q[:, :, :3], k, k)
+        with pytest.raises(ValueError, match="attention: softcap must be"):
+            flash_attn_func(q, k, k, softcap=-1.0)
+        assert len(checked) == 1 + len(others) + 2 * (again + 1)
+    monkeypatch.setenv("RIDGELINE_IMPL_ATTENTION", "ref")
+    flash_attn_func(q, k, k)
+    assert len(checked) == 1 + len(others) + 5
 
 
 def test_import_brings_no_triton():

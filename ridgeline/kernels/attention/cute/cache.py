@@ -27,6 +27,8 @@ Config = ForwardConfig | BackwardConfig | RolesConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 RUNTIME = "libcute_dsl_runtime.so"
+_SHORT = {"sinks": "sk", "seqused": "su"}
+"""Fields whose initials are another's: a kernel with softcap is not one with sinks."""
 
 
 @functools.cache
@@ -62,6 +64,7 @@ def kernel_name(traits: Traits, config: Config) -> str:
             value: Any = getattr(record, field.name)
             if value != field.default:
                 initials = "".join(word[0] for word in field.name.split("_"))
+                initials = _SHORT.get(field.name, initials)
                 text = str(int(value) if isinstance(value, bool) else value).replace(".", "p")
                 parts.append(f"{initials}{text}")
     return "_".join(parts)
