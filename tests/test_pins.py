@@ -17,3 +17,10 @@ def test_same_pins_everywhere():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert re.search(r"ruff-pre-commit\n\s+rev: v([\d.]+)", hooks)[1] == pins["ruff"]
     assert re.search(r"basedpyright==([\d.]+)", hooks)[1] == pins["basedpyright"]
+
+
+def test_an_editable_install_is_a_plain_path():
+    """Then a file named in sys.path is found before a folder of the package's name in the current one
+    (a clone) is taken for a namespace; an import hook would come after it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"": "."}

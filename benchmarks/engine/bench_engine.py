@@ -5,7 +5,9 @@
         bf16 and fp32 on the same threads, in turns
     python benchmarks/engine/bench_engine.py --device cuda --results benchmarks/results/h200
         Llama-3-8B's shape with random weights: bf16 and W4A16 (group 128, bf16 head), CUDA graphs;
-        then log-probabilities of the engine against the trainer's forward in bf16
+        log-probabilities of the engine against the trainer's loss in bf16; then 256 requests of 100
+        to 1,024 tokens in and out, and the same through Transformers' continuous batching.
+        --parts chooses among them; --trial runs all of it tiny, here on a CPU, and writes nothing
 
 A step is everything between two tokens: schedule, launch, sample, detokenise. tokens_per_s is from
 the median step; tbps counts the bytes that a step must read (weights once, the cache once). Weights
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine import throughput
 from ridgeline.core.arch import detect
 from ridgeline.core.errors import UserError
 from ridgeline.engine.llm import LLM, EngineConfig
@@ -41,6 +44,7 @@ from ridgeline.kernels.w4a16.op import prepare
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import copy_tokenizer, load_hf_config, state_tensors
+from ridgeline.parallel.loss import token_logprobs
 from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.checkpoint import save_quantized
 from ridgeline.quant.recipe import Recipe
@@ -49,6 +53,7 @@ from ridgeline.train.presets import preset
 WARM_STEPS = 8
 """Left out at the start of each run: graphs are recorded in them."""
 GROUP = 128
+PARTS = ("decode", "agreement", "load", "peer")
 
 
 def main() -> None:
@@ -62,10 +67,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=0, help="cuda: fewer layers, for a trial")
     parser.add_argument("--commit", default="", help="default: git's")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="cuda: of these")
+    parser.add_argument("--requests", type=int, default=256, help="cuda: of the load")
+    parser.add_argument("--shortest", type=int, default=100, help="cuda: tokens in and out")
+    parser.add_argument("--longest", type=int, default=1024, help="cuda: tokens in and out")
+    parser.add_argument("--peer-limit-s", type=float, default=100.0, help="cuda: of Transformers")
+    parser.add_argument("--trial", action="store_true", help="the cuda parts, tiny, on a CPU")
     args = parser.parse_args()
+    if args.trial:
+        args.requests, args.shortest, args.longest = 6, 4, 20
+        args.prompt_tokens, args.new_tokens, args.rounds = 12, 16, 1
     args.new_tokens = args.new_tokens or (48 if args.device == "cpu" else 256)
     args.run = uuid.uuid4().hex[:12]
-    rows = on_cpu(args) if args.device == "cpu" else on_gpu(args)
+    rows = on_cpu(args) if args.device == "cpu" and not args.trial else on_gpu(args)
+    if args.trial:
+        return
     args.results.mkdir(parents=True, exist_ok=True)
     with open(args.results / "serve.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -99,7 +115,7 @@ def row_of(args: argparse.Namespace, impl: str, **values: Any) -> dict[str, Any]
 
 
 SHOWN = ("impl", "model", "weights", "tokens_per_s", "itl_ms_p50", "ttft_ms_p50", "tbps")
-SHOWN += ("percent_of_ceiling", "graph_ms", "rms_nats")
+SHOWN += ("percent_of_ceiling", "graph_ms", "ways_ms", "rms_nats", "floor_nats", "finished")
 
 
 def commit() -> str:
@@ -245,27 +261,88 @@ def peer_decode(model: Any, args: argparse.Namespace) -> tuple[float, list[float
 
 
 def on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
-    shape = preset("llama-8b")
+    shape = preset("tiny" if args.trial else "llama-8b")
     if args.layers:
         shape = replace(shape, num_layers=args.layers)
-    rows = [measured(args, shape, "bf16", None)]
+    rows: list[dict[str, Any]] = []
+    if "decode" in args.parts:
+        rows += [measured(args, shape, "bf16", None), packed(args, shape, measured)]
+    if "agreement" in args.parts:
+        rows.append(agreement(args, replace(shape, num_layers=min(8, shape.num_layers))))
+    if "load" in args.parts:
+        rows += [loaded(args, shape, "bf16", None), packed(args, shape, loaded)]
+    if "peer" in args.parts:
+        rows.append(peer_loaded(args, shape))
+    return rows
+
+
+def packed(args: argparse.Namespace, shape: DecoderConfig, row: Any) -> dict[str, Any]:
+    """A row of 4-bit weights."""
+    kind = f"w4a16_g{group_of(shape)}"
     try:
-        rows.append(measured(args, shape, f"w4a16_g{GROUP}", "auto"))
+        return row(args, shape, kind, "auto")
     except UserError as error:  # the Hopper kernels are not compiled for this machine
         print(f"auto: {error}; with triton", flush=True)
-        rows.append(measured(args, shape, f"w4a16_g{GROUP}", "triton"))
-    rows.append(agreement(args, replace(shape, num_layers=min(8, shape.num_layers))))
-    return rows
+        return row(args, shape, kind, "triton")
+
+
+def group_of(shape: DecoderConfig) -> int:
+    return min(GROUP, shape.hidden_size)
+
+
+def load_of(args: argparse.Namespace, shape: DecoderConfig) -> throughput.Load:
+    return throughput.Load.drawn(args.requests, args.shortest, args.longest, shape.vocab_size)
+
+
+def cleared(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def loaded(
+    args: argparse.Namespace, shape: DecoderConfig, kind: str, impl: str | None
+) -> dict[str, Any]:
+    """The row of many requests through the engine."""
+    cleared(args.device)
+    load = load_of(args, shape)
+    weights = random_weights(shape, impl, args.device)
+    config = EngineConfig(max_model_len=2 * args.longest, max_num_seqs=args.requests)
+    llm = LLM(weights, config)
+    throughput.ours(llm, throughput.Load(prompts=[[1, 2, 3]] * 2, new_tokens=[8, 8]))  # compiles
+    values = {**throughput.ours(llm, load).values(), "load": load.described()}
+    values |= {"matmul": kernel_of(weights), "preemptions": llm.core.scheduler.preemptions}
+    return load_row(args, "ridgeline", shape, kind, values)
+
+
+def peer_loaded(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
+    """The same requests through Transformers' continuous batching."""
+    import transformers
+
+    cleared(args.device)
+    load = load_of(args, shape)
+    model = throughput.transformers_model(shape, args.device, torch.bfloat16)
+    run = throughput.theirs(model, load, args.peer_limit_s)
+    values = {**run.values(), "load": load.described()}
+    values["matmul"], values["attention"] = "cublas", str(model.config._attn_implementation)
+    impl = f"transformers {transformers.__version__} continuous batching"
+    return load_row(args, impl, shape, "bf16", values)
+
+
+def load_row(
+    args: argparse.Namespace, impl: str, shape: DecoderConfig, kind: str, values: dict[str, Any]
+) -> dict[str, Any]:
+    row = row_of(args, impl, model=named(shape), weights=kind, dtype="bfloat16", **values)
+    return {key: value for key, value in row.items() if key not in ("batch", "new_tokens")}
 
 
 def measured(
     args: argparse.Namespace, shape: DecoderConfig, kind: str, impl: str | None
 ) -> dict[str, Any]:
     """The row of one kind of weights; impl: of the 4-bit matmul, None for plain weights."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    cleared(args.device)
     start = time.perf_counter()
-    weights = random_weights(shape, impl)
+    weights = random_weights(shape, impl, args.device)
     llm = LLM(weights, EngineConfig(max_model_len=2048, max_num_seqs=8, num_pages=512))
     print(f"{kind}: ready in {time.perf_counter() - start:.1f} s", flush=True)
     firsts: list[float] = []
@@ -275,9 +352,13 @@ def measured(
         firsts.append(first)
         every += steps[WARM_STEPS:]
     values = summary(firsts, every, step_bytes(llm, args))
-    ceiling = detect("cuda").ceilings.read_gbps / 1e3
+    ceiling = detect(args.device).ceilings.read_gbps / 1e3
     values |= {"ceiling": ceiling, "percent_of_ceiling": round(100 * values["tbps"] / ceiling, 1)}
     values |= {"graph_ms": graph_ms(llm), "matmul": kernel_of(weights)}
+    if llm.runner.graphs is not None:
+        graphs = llm.runner.graphs
+        values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.items()}}
+        values |= {"started_ahead": graphs.started_ahead, "used_ahead": graphs.used_ahead}
     return row_of(args, "ridgeline", model=named(shape), weights=kind, dtype="bfloat16", **values)
 
 
@@ -298,18 +379,20 @@ def graph_ms(llm: LLM) -> float | None:
         return None
     recorded = graphs.recorded[1]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    kept = graphs.device.clone()  # a replay moves its numbers one token on
     start.record()
-    for _ in range(20):
-        recorded.graph.replay()
+    for _ in range(8):
+        recorded.replay()
     end.record()
     torch.cuda.synchronize()
-    return round(start.elapsed_time(end) / 20, 4)
+    graphs.device.copy_(kept)
+    return round(start.elapsed_time(end) / 8, 4)
 
 
-def random_weights(shape: DecoderConfig, impl: str | None) -> Weights:
+def random_weights(shape: DecoderConfig, impl: str | None, where: str = "cuda") -> Weights:
     """Weights of a shape on the GPU, normal, or (impl given) random 4-bit codes of one scale."""
-    packed = impl is not None
-    device, dtype = torch.device("cuda"), torch.bfloat16
+    packed, group = impl is not None, group_of(shape)
+    device, dtype = torch.device(where), torch.bfloat16
 
     def dense(n: int, k: int) -> Dense:
         weight = torch.empty(n, k, device=device, dtype=dtype).normal_(0.0, shape.init_std)
@@ -320,10 +403,10 @@ def random_weights(shape: DecoderConfig, impl: str | None) -> Weights:
             return dense(n, k)
         weight = QuantizedWeight(
             code_NK=torch.randint(0, 16, (n, k), device=device, dtype=torch.uint8),
-            scale_NR=torch.full((n, k // GROUP), shape.init_std / 5, device=device, dtype=dtype),
+            scale_NR=torch.full((n, k // group), shape.init_std / 5, device=device, dtype=dtype),
             zero_NR=None,
             bits=4,
-            group_size=GROUP,
+            group_size=group,
         )
         return Packed(prepare(weight, dtype, impl=impl, silu_mul=silu_mul), None, False)
 
@@ -359,10 +442,12 @@ def random_weights(shape: DecoderConfig, impl: str | None) -> Weights:
 
 
 def agreement(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
-    """RMS of the engine's log-probabilities minus the trainer's forward's, sampled tokens, bf16."""
+    """RMS of the engine's log-probabilities minus the trainer's loss's, sampled tokens, bf16; and
+    of the trainer's own in two batches (floor_nats): what the order of sums alone makes."""
+    cleared(args.device)
     model = Decoder(shape, device="meta", dtype=torch.bfloat16)
-    model.materialize("cuda")
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    model.materialize(args.device)
+    generator = torch.Generator(device=args.device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -371,22 +456,38 @@ def agreement(args: argparse.Namespace, shape: DecoderConfig) -> dict[str, Any]:
                 std = 2 * shape.init_std if name.startswith("lm_head") else shape.init_std
                 parameter.normal_(0.0, std, generator=generator)
     model.eval().requires_grad_(False)
-    llm = LLM(model, EngineConfig(max_model_len=1024, max_num_seqs=8, num_pages=512))
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, logprobs=0, ignore_eos=True)
-    prompts = [[(31 * i + 7 * n) % 1000 for i in range(n)] for n in (5, 64, 128, 300)]
+    llm = LLM(model, EngineConfig(max_model_len=512, max_num_seqs=8, num_pages=512))
+    count = 16 if args.trial else 64
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=count, logprobs=0, ignore_eos=True)
+    prompts = [[(31 * i + 7 * n) % 250 for i in range(n)] for n in (5, 64, 128, 300)]
     gaps: list[float] = []
+    floor: list[float] = []
     for made in llm.generate(prompts, params):
-        choice = made.choices[0]
-        text = torch.tensor([made.prompt_ids + choice.token_ids], device="cuda")
-        with torch.no_grad():
-            logits = model(text)[0, len(made.prompt_ids) - 1 : -1].float().log_softmax(-1)
-        told = torch.tensor([t.logprob for t in choice.logprobs or []], device="cuda")
-        own = logits.gather(-1, text[0, len(made.prompt_ids) :, None])[:, 0]
+        choice, first = made.choices[0], len(made.prompt_ids)
+        text = torch.tensor([made.prompt_ids + choice.token_ids], device=args.device)
+        own = trainers(model, text, first)
+        told = torch.tensor([t.logprob for t in choice.logprobs or []], device=own.device)
         gaps += (told - own).tolist()
-    rms = statistics.fmean(gap * gap for gap in gaps) ** 0.5
-    values = {"rms_nats": round(rms, 6), "max_nats": round(max(map(abs, gaps)), 6)}
-    values |= {"tokens": len(gaps), "check": "engine against trainer, log-probabilities"}
+        step = max(1, count // 8)
+        pieces = [
+            trainers(model, text[:, : first + k + step], first + k) for k in range(0, count, step)
+        ]
+        floor += (torch.cat(pieces) - own).tolist()
+    values = {"rms_nats": rms(gaps), "floor_nats": rms(floor), "tokens": len(gaps)}
+    values |= {"max_nats": round(max(map(abs, gaps)), 6)}
+    values |= {"check": "engine against trainer, log-probabilities"}
     return row_of(args, "ridgeline", model=named(shape), weights="bf16", dtype="bfloat16", **values)
+
+
+def rms(gaps: list[float]) -> float:
+    return round(statistics.fmean(gap * gap for gap in gaps) ** 0.5, 6)
+
+
+def trainers(model: Decoder, text: torch.Tensor, first: int) -> torch.Tensor:
+    """Log-probabilities of text[first:] as the trainer's loss computes them."""
+    with torch.no_grad():
+        x_PC = model.head_input(model.hidden(text))[0, first - 1 : -1]
+        return token_logprobs(x_PC, model.head_linear().weight, text[0, first:])
 
 
 if __name__ == "__main__":

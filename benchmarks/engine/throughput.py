@@ -144,15 +144,21 @@ def theirs(model: Any, load: Load, limit_s: float) -> Run:
         manager.add_request([1, 2, 3], max_new_tokens=4)  # what is made once is not timed
         _next(manager, time.perf_counter() + limit_s)
         start_s = time.perf_counter()
-        for prompt, count in zip(load.prompts, load.new_tokens, strict=True):
-            manager.add_request(list(prompt), max_new_tokens=count)
-        while run.finished < len(load.prompts):
+        asked = {
+            manager.add_request(list(prompt), max_new_tokens=count): count
+            for prompt, count in zip(load.prompts, load.new_tokens, strict=True)
+        }
+        while asked:
             result = _next(manager, start_s + limit_s)
             if result is None:
                 run.tokens += _unfinished(manager)
                 break
+            if result.request_id not in asked:
+                continue  # the one before the clock, once more
+            count = len(result.generated_tokens)
+            assert count == asked.pop(result.request_id), f"{count} tokens"
             run.finished += 1
-            run.tokens += len(result.generated_tokens)
+            run.tokens += count
         run.seconds = time.perf_counter() - start_s
     finally:
         manager.stop(block=True, timeout=10.0)

@@ -1,32 +1,40 @@
 """Layouts of N GPUs of one host in one run: parity in bf16, speed, checkpoints across layouts.
 
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py
-    torchrun --nproc-per-node 8 benchmarks/parallel/run_3d.py --parts parity speed
+    torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --parts speed --only DP2 TP4+SP
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --device cpu --tiny --out /tmp/rows
 
+links       bandwidth of the collectives that layouts use, between all ranks
+verify      a tiny model in fp32, every layout against one process, tensor by tensor
 parity      a small model, AdamW, every layout on the same global batches; losses against data
             parallel, next to a control: data parallel with the batch in another order, which
             differs in nothing but the order of sums
 speed       one row a layout: seconds of a step (median of several), MFU under both countings over
             989 TFLOP/s, peak memory, and where the step's time goes (profiled apart)
+large       the same of a 32B shape under two layouts
 checkpoint  saved under the first layout, read under each other one, compared bit by bit
 
-Rows go to <out>/<gpu>x<N>/train.jsonl. Layouts that would not fit are named and left out.
+Rows go to <out>/<gpu>x<N>/train.jsonl (one GPU: <out>/<gpu>), each as soon as it is measured.
+Layouts that would not fit are named and left out; a phase that takes longer than --hang-s ends the
+run with every thread's stack, so that a hang costs no more. benchmarks/parallel/h200.sh calls this
+script once a layout: what fails takes nothing else with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import gc
-import hashlib
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +48,13 @@ from ridgeline.parallel import mesh, storage
 from ridgeline.parallel.layout import Layout, check_layout
 from ridgeline.parallel.mesh import World, build_world
 from ridgeline.parallel.model import ModelOptions, ParallelModel
-from ridgeline.parallel.verify import RandomBatch, random_batch, workload
+from ridgeline.parallel.verify import (
+    RandomBatch,
+    agree_on_failure,
+    compare,
+    random_batch,
+    workload,
+)
 from ridgeline.train.checkpoint import run_state
 from ridgeline.train.config import LogConfig, OptimConfig
 from ridgeline.train.optim import PartOptimizer
@@ -71,6 +85,7 @@ TINY = replace(
     num_kv_heads=2,
     head_dim=8,
 )
+RECOMPUTED = ("none", "selective", "full")
 LLAMA_32B = replace(
     PRESETS["llama-8b"],
     hidden_size=5120,
@@ -105,8 +120,9 @@ def parity_layouts(ranks: int) -> list[Layout]:
 
 
 def speed_layouts(ranks: int, cuda: bool) -> list[Layout]:
-    """What is timed: the same kinds, with what each needs to run well."""
-    more: dict[str, Any] = {"activation_checkpointing": "full", "compile_blocks": cuda}
+    """What is timed: the same kinds, with what each needs to run well. What is recomputed is chosen
+    for each by the memory it leaves (`fitted`)."""
+    more: dict[str, Any] = {"compile_blocks": cuda}
     many = 16 if cuda else 4
     half = ranks // 2
     if ranks == 1:
@@ -143,13 +159,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
-    parts = ("parity", "speed", "checkpoint")
+    parts = ("links", "verify", "parity", "speed", "large", "checkpoint")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--only", nargs="+", default=(), help="layouts by their printed name")
     parser.add_argument("--model", choices=sorted(PRESETS), default="llama-8b")
     parser.add_argument("--seqlen", type=int, default=8192)
-    parser.add_argument("--large", action="store_true", help="also a 32B shape at 4,096 tokens")
-    parser.add_argument("--checkpointing", choices=("none", "selective", "full"))
+    parser.add_argument(
+        "--checkpointing",
+        choices=RECOMPUTED,
+        help="what is recomputed (default: the least that is predicted to fit)",
+    )
+    parser.add_argument("--samples", type=int, default=1, help="samples of a micro-batch")
+    parser.add_argument("--microbatches", type=int, help="instead of the layouts' own number")
+    parser.add_argument("--async-tp", action="store_true", help="overlap of tensor parallel")
     parser.add_argument(
         "--state",
         choices=("float32", "bfloat16"),
@@ -157,7 +179,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="dtype of masters and AdamW's moments",
     )
     parser.add_argument("--steps", type=int, default=6, help="timed steps a layout")
-    parser.add_argument("--budget-gib", type=float, default=128.0, help="memory of a GPU")
+    parser.add_argument("--budget-gib", type=float, default=126.0, help="memory of a GPU")
+    parser.add_argument("--hang-s", type=float, default=40.0, help="longest step of a layout")
+    parser.add_argument("--build-s", type=float, default=100.0, help="longest build and first step")
+    parser.add_argument("--commit", help="of the code, where git does not know it")
+    parser.add_argument("--checkpoint-model", choices=sorted(PRESETS), default="llama-1b")
+    parser.add_argument("--checkpoint-dir", type=Path, help="where the checkpoint is written")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args(argv)
 
@@ -175,30 +202,34 @@ class Run:
         self.common = self._common()
 
     def _common(self) -> dict[str, Any]:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        )
         name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
         short = next((part for part in name.lower().split() if part[:1] in "hab"), "cpu")
         return {
             "op": "train",
             "impl": "ridgeline",
             "run": uuid.uuid4().hex[:12],
-            "gpu": f"{short}x{self.ranks}",
+            "gpu": short if self.ranks == 1 and self.cuda else f"{short}x{self.ranks}",
             "dtype": "bfloat16",
-            "commit": commit.stdout.strip() or "unknown",
+            "commit": self.args.commit or _commit(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "date": datetime.date.today().isoformat(),
         }
 
+    def phase(self, seconds: float | None = None) -> None:
+        """What follows ends within so many seconds (default: --hang-s), or the process ends with
+        its stacks: torchrun then ends the others."""
+        if self.cuda:
+            faulthandler.dump_traceback_later(seconds or self.args.hang_s, exit=True)
+
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row and say it."""
+        """Append a row."""
         if not self.first:
             return
         folder = self.args.out / self.common["gpu"]
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({**self.common, **row}) + "\n")
+            file.flush()
 
     def say(self, text: str) -> None:
         """Rank 0 speaks."""
@@ -223,6 +254,13 @@ class Run:
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
 def options(layout: Layout, seqlen: int, samples: int, master: str = "float32") -> ModelOptions:
     """What a layout's model is built for."""
     return ModelOptions(
@@ -232,6 +270,67 @@ def options(layout: Layout, seqlen: int, samples: int, master: str = "float32") 
         compute_dtype=torch.bfloat16,
         master_dtype=getattr(torch, master),
     )
+
+
+# ---- links and exactness -----------------------------------------------------------------------
+
+
+def links(run: Run) -> None:
+    """One row: GB/s a rank moves in each collective, counted as in a ring (n - 1 of n parts)."""
+    count = 2**12 if run.args.tiny else 2**26
+    whole = torch.ones(count * run.ranks, dtype=torch.bfloat16, device=run.device)
+    piece, share = whole[:count].clone(), 2 * count * (run.ranks - 1)
+    peer, source = (dist.get_rank() + 1) % run.ranks, (dist.get_rank() - 1) % run.ranks
+
+    def ring() -> None:
+        pair = (dist.P2POp(dist.isend, piece, peer), dist.P2POp(dist.irecv, whole[:count], source))
+        for work in dist.batch_isend_irecv(list(pair)):
+            work.wait()
+
+    moves: dict[str, tuple[Callable[[], Any], float]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole), 2 * share),
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, piece), share),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(piece, whole), share),
+        "send_recv": (ring, 2 * count),
+    }
+    rates: dict[str, float] = {}
+    for name, (move, moved_bytes) in moves.items():
+        run.phase()
+        move()
+        run.wait()
+        start = time.perf_counter()
+        for _ in range(1 if run.args.tiny else 10):
+            move()
+        run.wait()
+        rates[name] = moved_bytes * (1 if run.args.tiny else 10) / (time.perf_counter() - start)
+        whole.fill_(1.0)
+    told = {name: round(rate / 1e9, 3) for name, rate in rates.items()}
+    run.say(f"links: GB/s a rank {told}")
+    run.write({"model": "links", "links_gbps": told, "bytes": 2 * count * run.ranks})
+
+
+def verify(run: Run) -> None:
+    """Every layout in fp32 against a plain decoder: loss, norm, each gradient, each weight."""
+    split = [Layout(pp=2, num_microbatches=4, schedule=name) for name in ("zero_bubble", "zbv")]
+    for layout in parity_layouts(run.ranks) + (split if run.ranks == 2 else []):
+        if not run.wanted(layout):
+            continue
+        run.phase(run.args.build_s)
+        seqlen, samples = 16 * run.ranks, layout.num_microbatches or 1
+        shape = replace(TINY, num_heads=2 * run.ranks, num_kv_heads=run.ranks)
+        shape = replace(shape, hidden_size=shape.num_heads * shape.head_dim)
+        world = build_world(layout, run.device)
+        build = replace(options(layout, seqlen, 2), compute_dtype=torch.float32)
+        model = ParallelModel(shape, world, build)
+        report = compare(model, batch_samples=2 * samples * layout.dp, steps=2, tolerance=1e-4)
+        if report is not None:
+            worst = f"{report.worst.error:.1e} ({report.worst.name}, step {report.worst.step})"
+            run.say(f"verify: {layout.describe():32} {worst} {'ok' if report.ok else 'DIFFERS'}")
+            row = {"error": report.worst.error, "tensor": report.worst.name, "ok": report.ok}
+            run.write({"model": "verify", "layout": asdict(layout), "verify": row})
+        if not agree_on_failure(report is None or report.ok):
+            run.failures.append(f"verify {layout.describe()}")
+        run.free(world)
 
 
 # ---- parity ------------------------------------------------------------------------------------
@@ -245,6 +344,7 @@ def losses_of(run: Run, layout: Layout, shape: DecoderConfig, reverse: bool = Fa
     check_layout(
         layout, workload(shape, seqlen, layout.num_microbatches or 1), world_size=run.ranks
     )
+    run.phase(run.args.build_s)
     world = build_world(layout, run.device)
     model = ParallelModel(shape, world, options(layout, seqlen, samples))
     model.init_weights(0)
@@ -259,6 +359,7 @@ def losses_of(run: Run, layout: Layout, shape: DecoderConfig, reverse: bool = Fa
             for some in model.micro_batches(indices)
         ]
         losses.append(model.forward_backward(own, whole.num_valid).item())
+        run.phase()
         model.clip(1.0)
         optimizer.step(1e-3)
         model.zero_grad()
@@ -314,69 +415,126 @@ def whole_batch(samples: int, seqlen: int, vocab_size: int, seed: int) -> Random
     )
 
 
-def predicted_gib(layout: Layout, shape: DecoderConfig, seqlen: int, state: str) -> float:
+def kept_bytes(shape: DecoderConfig, layout: Layout) -> float:
+    """Bytes of activations a token and layer keep for the backward pass, over the model's width.
+
+    none: block input, both norms' outputs, attention's and its output, the residual (6 widths),
+    q, k, v and turned q, k, and gate, up and their product; compiled blocks make again what no
+    product stands between. All in 2 bytes.
+    """
+    heads = shape.head_dim / shape.hidden_size
+    q, kv = shape.num_heads * heads, shape.num_kv_heads * heads
+    wide = shape.intermediate_size / shape.hidden_size
+    if layout.activation_checkpointing == "full":
+        return 2.0
+    if layout.activation_checkpointing == "selective":
+        return 2 * (3 + 2 * q + 2 * kv)
+    if layout.compile_blocks:
+        return 2 * (4 + 2 * q + 2 * kv + 2 * wide)
+    return 2 * (6 + 3 * q + 3 * kv + 3 * wide)
+
+
+def predicted_gib(
+    layout: Layout, shape: DecoderConfig, seqlen: int, state: str, samples: int = 1
+) -> float:
     """Memory of a rank's state and kept activations, roughly, GiB."""
     here = shape.num_params() / (layout.tp * layout.pp)
     shards = layout.dp_shard * layout.cp
     wide = 4 if state == "float32" else 2
     held = here / shards * (3 * wide + wide)  # master, two moments, gradient
-    if layout.zero == 3 and layout.pp == 1:
+    if layout.dp * layout.cp == 1:
+        held += here * 2 * (wide == 4)  # the copies that run; a micro-batch's gradients pass by
+    elif layout.zero == 3 and layout.pp == 1:
         held += 3 * here / shape.num_layers * 6  # a few blocks' parameters and gradients
+        held += 6 * 2 * shape.vocab_size * shape.hidden_size / layout.tp  # embedding and head
     else:
         held += here * (2 + (0 if layout.reduces_each_micro_batch else 4))
-    tokens = seqlen / layout.cp / (layout.tp if layout.sequence_parallel else 1)
+    tokens = seqlen * samples / layout.cp / (layout.tp if layout.sequence_parallel else 1)
     layers = shape.num_layers / layout.pp
     alive = min(layout.pp, layout.num_microbatches or 1)
-    kept = {
-        "full": 2,
-        "selective": 16,
-        "none": 34 + 8 * shape.intermediate_size / shape.hidden_size,
-    }
-    held += tokens * shape.hidden_size * layers * alive * kept[layout.activation_checkpointing]
+    held += tokens * shape.hidden_size * layers * alive * kept_bytes(shape, layout)
+    # Of one block all is there at once, and a chunk's logits and their gradient.
+    block = replace(layout, activation_checkpointing="none")
+    held += 3 * tokens * shape.hidden_size * kept_bytes(shape, block)
     return (held + 6 * 2**30) / 2**30
 
 
+def fitted(run: Run, layout: Layout, shape: DecoderConfig, seqlen: int) -> Layout | None:
+    """A layout that recomputes no more than it must; None where nothing fits."""
+    args = run.args
+    kinds = (args.checkpointing,) if args.checkpointing else RECOMPUTED
+    for kind in kinds:
+        found = replace(layout, activation_checkpointing=kind)
+        need = predicted_gib(found, shape, seqlen, args.state, args.samples)
+        if not run.cuda or need <= args.budget_gib:
+            return found
+    run.say(f"speed: {layout.describe()} would need about {need:.0f} GiB: left out")
+    return None
+
+
+@torch.no_grad()
+def fill(model: ParallelModel, seed: int) -> None:
+    """Values of the right size, made on the device: a time does not hang on which they are, and
+    fresh weights that no layout changes take a minute for 8 G parameters."""
+    generator = torch.Generator(model.world.device).manual_seed(seed)
+    for name, local in model.parameters_here().items():
+        if name.endswith("norm.weight"):
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, model.config.init_std, generator=generator)
+
+
 def time_layout(
-    run: Run, layout: Layout, shape: DecoderConfig, seqlen: int, model_name: str
+    run: Run, wanted: Layout, shape: DecoderConfig, seqlen: int, model_name: str
 ) -> None:
     """One row: time a layout's steps, then profile one."""
+    args = run.args
+    layout = fitted(run, wanted, shape, seqlen)
+    if layout is None:
+        return
     num_microbatches = layout.num_microbatches or 1
     check_layout(layout, workload(shape, seqlen, num_microbatches), world_size=run.ranks)
-    need = predicted_gib(layout, shape, seqlen, run.args.state)
-    if run.cuda and need > run.args.budget_gib:
-        run.say(f"speed: {layout.describe()} would need about {need:.0f} GiB: left out")
-        return
+    run.phase(args.build_s)
+    began = time.perf_counter()
     world = build_world(layout, run.device)
-    model = ParallelModel(shape, world, options(layout, seqlen, 1, run.args.state))
-    model.init_weights(0)
-    optimizer = make_optimizer(model, run.args.state)
+    model = ParallelModel(shape, world, options(layout, seqlen, args.samples, args.state))
+    fill(model, run.talk.rank())
+    optimizer = make_optimizer(model, args.state)
     batches = [
-        whole_batch(1, seqlen, shape.vocab_size, 97 * world.dp_rank + m).to(run.device)
+        whole_batch(args.samples, seqlen, shape.vocab_size, 97 * world.dp_rank + m).to(run.device)
         for m in range(num_microbatches)
     ]
-    num_valid = seqlen * num_microbatches * layout.dp
+    num_valid = seqlen * args.samples * num_microbatches * layout.dp
 
     def step() -> float:
-        return timed_step(run, model, optimizer, batches, num_valid)
+        seconds = timed_step(run, model, optimizer, batches, num_valid)
+        run.phase()
+        return seconds
 
-    for _ in range(1 if run.args.tiny else 3):
+    first = step()  # compiles
+    run.say(
+        f"speed: {layout.describe()} {layout.activation_checkpointing}: built and first step in "
+        f"{time.perf_counter() - began:.1f} s"
+    )
+    for _ in range(0 if first < 0.5 or args.tiny else 1):
         step()
-    seconds = [step() for _ in range(run.args.steps)]
+    seconds = [step() for _ in range(args.steps)]
     profiler = StepProfiler(
         LogConfig(), Path("."), Ranks(rank=dist.get_rank(), size=run.ranks, talk=run.talk)
     )
-    with profiler.profiled(-1, run.device):
-        profiled = step()
-    profiler.finish(profiled, 0.0)
     row = speed_row(run, layout, shape, seqlen, seconds)
-    row |= {"model": model_name, "step_ms": profiler.take()}
-    run.write(row)
-    run.say(
+    told = (
         f"speed: {model_name} {layout.describe():34} "
         f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
         f"MFU {100 * row['mfu_noncausal']:.1f}% non-causal {100 * row['mfu_causal']:.1f}% causal, "
-        f"{row['peak_memory_gib']:.1f} GiB"
+        f"{row['peak_memory_gib']:.1f} GiB (predicted "
+        f"{predicted_gib(layout, shape, seqlen, args.state, args.samples):.0f})"
     )
+    run.say(told)
+    with profiler.profiled(-1, run.device):
+        profiled = step()
+    profiler.finish(profiled, 0.0)
+    run.write(row | {"model": model_name, "step_ms": profiler.take()})
     run.free(world)
 
 
@@ -416,7 +574,7 @@ def speed_row(
     run: Run, layout: Layout, shape: DecoderConfig, seqlen: int, seconds: list[float]
 ) -> dict[str, Any]:
     """The numbers of a timed layout; the slowest rank's memory."""
-    tokens = seqlen * (layout.num_microbatches or 1) * layout.dp
+    tokens = seqlen * run.args.samples * (layout.num_microbatches or 1) * layout.dp
     median = statistics.median(seconds)
     rate = tokens / median / run.ranks
     flops = {
@@ -431,12 +589,13 @@ def speed_row(
         "layout": asdict(layout),
         "state": run.args.state,
         "seqlen": seqlen,
-        "micro_batch": 1,
+        "micro_batch": run.args.samples,
         "tokens_per_s_per_gpu": rate,
         "mfu_noncausal": flops[False],
         "mfu_causal": flops[True],
         "peak_memory_gib": largest.item(),
         "median_us": median * 1e6,
+        "steps": len(seconds),
         "p20_us": ordered[len(ordered) // 5] * 1e6,
         "p80_us": ordered[-1 - len(ordered) // 5] * 1e6,
         "percent_of_ceiling": 100 * flops[False],
@@ -444,30 +603,45 @@ def speed_row(
     }
 
 
+def asked_layouts(run: Run) -> list[Layout]:
+    """The layouts to time, as the flags change them."""
+    args, layouts = run.args, speed_layouts(run.ranks, run.cuda)
+    if args.microbatches:
+        layouts = [replace(x, num_microbatches=args.microbatches) for x in layouts]
+    if args.async_tp:
+        layouts = [replace(x, async_tp=True) for x in layouts if x.sequence_parallel]
+    return layouts
+
+
 def speed(run: Run) -> None:
-    """All layouts of the model, then two of a 32B shape."""
+    """All layouts of the model."""
     args = run.args
+    name = "tiny" if args.tiny else args.model
     shape, seqlen = (TINY, 64) if args.tiny else (PRESETS[args.model], args.seqlen)
-    layouts = speed_layouts(run.ranks, run.cuda)
-    if args.checkpointing:
-        layouts = [replace(x, activation_checkpointing=args.checkpointing) for x in layouts]
-    for layout in layouts:
-        if run.wanted(layout):
-            time_layout(run, layout, shape, seqlen, "tiny" if args.tiny else args.model)
-    if args.large:
-        large, seqlen = (TINY, 32) if args.tiny else (LLAMA_32B, 4096)
-        for layout in layouts[:1] + layouts[-1:]:
-            time_layout(run, layout, large, seqlen, "tiny-32b" if args.tiny else "32b")
+    for layout in filter(run.wanted, asked_layouts(run)):
+        time_layout(run, layout, shape, seqlen, name)
+
+
+def large(run: Run) -> None:
+    """A 32B shape under the two layouts that promise most: sharded state, and what talks least."""
+    layouts = asked_layouts(run)
+    shape, seqlen = (TINY, 32) if run.args.tiny else (LLAMA_32B, 4096)
+    for layout in layouts[:1] + layouts[-1:]:
+        time_layout(run, layout, shape, seqlen, "tiny-32b" if run.args.tiny else "32b")
 
 
 # ---- checkpoint --------------------------------------------------------------------------------
 
 
-def digests(model: ParallelModel) -> list[str]:
-    """SHA-256 of every whole parameter."""
-    return [
-        hashlib.sha256(model.full(name).numpy().tobytes()).hexdigest() for name in model.all_names
-    ]
+def digests(model: ParallelModel) -> list[int]:
+    """A number of every whole parameter's bits and their places: one flipped or moved bit changes
+    it."""
+    found: list[int] = []
+    for name in model.all_names:
+        bits = model.full(name).to(model.world.device).flatten().view(torch.int32).long()
+        places = torch.arange(len(bits), device=bits.device)
+        found.append(int((bits * (places * 2 + 1)).sum()))
+    return found
 
 
 def pieces_of(model: ParallelModel) -> dict[str, storage.Piece]:
@@ -483,8 +657,9 @@ def pieces_of(model: ParallelModel) -> dict[str, storage.Piece]:
 
 def stepped(run: Run, layout: Layout, shape: DecoderConfig) -> tuple[ParallelModel, PartOptimizer]:
     """A model of a layout with an optimizer that has moments."""
+    run.phase(run.args.build_s)
     model = ParallelModel(shape, build_world(layout, run.device), options(layout, 64, 1))
-    model.init_weights(len(layout.describe()))
+    fill(model, sum(map(ord, layout.describe())) + dist.get_rank())
     optimizer = PartOptimizer(model.parameters_here().items(), OptimConfig())
     for local in model.parameters_here().values():
         local.grad = torch.full_like(local, 1e-3)
@@ -494,67 +669,79 @@ def stepped(run: Run, layout: Layout, shape: DecoderConfig) -> tuple[ParallelMod
 
 def checkpoint(run: Run) -> None:
     """Save under the first layout, read under the others."""
-    shape = TINY if run.args.tiny else PRESETS["llama-1b"]
-    layouts = [x for x in parity_layouts(run.ranks) if run.wanted(x)]
-    shared = [tempfile.mkdtemp() if run.first else ""]
+    args = run.args
+    name = "tiny" if args.tiny else args.checkpoint_model
+    shape = TINY if args.tiny else PRESETS[name]
+    first, *others = parity_layouts(run.ranks)
+    place = args.checkpoint_dir
+    shared = [tempfile.mkdtemp(dir=place) if run.first else ""]
     dist.broadcast_object_list(shared, 0)
     folder = Path(shared[0])
-    model, optimizer = stepped(run, layouts[0], shape)
+    model, optimizer = stepped(run, first, shape)
     start = time.perf_counter()
     storage.write_state(folder, run_state(pieces_of(model), optimizer, dist.get_rank()), run.talk)
     dist.barrier()
     save_s, saved = time.perf_counter() - start, digests(model)
     size = sum(file.stat().st_size for file in folder.iterdir())
     run.free(model.world)
-    for layout in layouts[1:]:
-        model, optimizer = stepped(run, layout, shape)
-        state = run_state(pieces_of(model), optimizer, dist.get_rank())
-        state = {key: value for key, value in state.items() if not key.startswith("rng/")}
-        start = time.perf_counter()
-        storage.read_state(folder, state, run.talk, sections=("model", "optimizer"))
-        dist.barrier()
-        load_s = time.perf_counter() - start
-        equal = digests(model) == saved
+    for layout in filter(run.wanted, others):
+        load_s, equal = read_under(run, layout, shape, folder, saved)
         run.say(
-            f"checkpoint: {layouts[0].describe()} -> {layout.describe():30} "
-            f"{'bitwise equal' if equal else 'DIFFERENT'}, save {save_s:.2f} s, load {load_s:.2f} s"
+            f"checkpoint: {first.describe()} -> {layout.describe():30} "
+            f"{'bitwise equal' if equal else 'DIFFERENT'}, {size / 1e9:.2f} GB, save "
+            f"{save_s:.2f} s, load {load_s:.2f} s"
         )
         if not equal:
             run.failures.append(f"checkpoint {layout.describe()}")
-        run.write(
-            {
-                "model": "tiny" if run.args.tiny else "llama-1b",
-                "layout": asdict(layouts[0]),
-                "checkpoint": {
-                    "to": asdict(layout),
-                    "bytes": size,
-                    "save_s": save_s,
-                    "load_s": load_s,
-                    "save_gbps": size / save_s / 1e9,
-                    "load_gbps": size / load_s / 1e9,
-                    "equal": equal,
-                },
-            }
-        )
-        run.free(model.world)
+        told = {
+            "to": asdict(layout),
+            "bytes": size,
+            "save_s": save_s,
+            "load_s": load_s,
+            "save_gbps": size / save_s / 1e9,
+            "load_gbps": size / load_s / 1e9,
+            "equal": equal,
+        }
+        run.write({"model": name, "layout": asdict(first), "checkpoint": told})
+    dist.barrier()
+    if run.first:
+        shutil.rmtree(folder)
+
+
+def read_under(
+    run: Run, layout: Layout, shape: DecoderConfig, folder: Path, saved: list[int]
+) -> tuple[float, bool]:
+    """(seconds, whether all parameters are the saved ones) of reading it under a layout."""
+    model, optimizer = stepped(run, layout, shape)
+    state = run_state(pieces_of(model), optimizer, dist.get_rank())
+    state = {key: value for key, value in state.items() if not key.startswith("rng/")}
+    start = time.perf_counter()
+    storage.read_state(folder, state, run.talk, sections=("model", "optimizer"))
+    dist.barrier()
+    load_s = time.perf_counter() - start
+    equal = digests(model) == saved
+    run.free(model.world)
+    return load_s, equal
 
 
 def run_all(args: argparse.Namespace, device: torch.device) -> list[str]:
     """All parts; returns what failed."""
     env.quiet_profiler()
     run = Run(args, device)
-    for part, function in (("parity", parity), ("speed", speed), ("checkpoint", checkpoint)):
-        if part in args.parts:
-            function(run)
+    for part in (links, verify, parity, speed, large, checkpoint):
+        if part.__name__ in args.parts:
+            part(run)
     return run.failures
 
 
 def main() -> int:
     """Under torchrun."""
     args = arguments()
-    device = mesh.start(args.device)
+    device = mesh.start(args.device, timeout_s=max(args.hang_s, args.build_s))
+    progress.set_mode("lines")
     failures = run_all(args, device)
     mesh.stop()
+    faulthandler.cancel_dump_traceback_later()
     return 1 if failures else 0
 
 

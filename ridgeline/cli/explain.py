@@ -92,8 +92,10 @@ def show(result: Result) -> str:
 def _verdict(impl: dict[str, Any], chosen: str) -> str:
     if impl["refusal"]:
         return f"refuses: {impl['refusal']}"
-    lacks = f" (needs {', '.join(impl['missing'])}, not installed here)" if impl["missing"] else ""
-    return ("chosen" if impl["name"] == chosen else "would accept") + lacks
+    verdict = "chosen" if impl["name"] == chosen else "would accept"
+    if not impl["missing"]:
+        return verdict
+    return f"{verdict}; to run it, this machine would need {', '.join(impl['missing'])}"
 
 
 _SOURCES = {"tuned": "tuned on this machine", "table": "from the shipped table"}

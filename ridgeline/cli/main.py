@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import ridgeline
 from ridgeline.cli.command import Command, Output
+from ridgeline.cli.usage import usage_error
 from ridgeline.core import env, progress
 from ridgeline.core.errors import UserError, common, is_common
 
@@ -124,25 +125,8 @@ def parse(
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ValueError(one_line(prog, said.getvalue())) from None
+        raise ValueError(usage_error(prog, said.getvalue())) from None
     return parsed.config, parsed.output
-
-
-def one_line(prog: str, box: str) -> str:
-    """What the parser says in a box, as a line: its parts joined, without the frame."""
-    parts = [""]
-    for line in box.splitlines()[1:]:
-        words = line.strip("\u2502\u256d\u2570\u256e\u256f| \n")
-        if words and not words.strip("\u2500-"):
-            parts.append("")
-        else:
-            parts[-1] += f" {words}"
-    kept = [part.strip() for part in parts if part.strip()]
-    kept = [part for part in kept if not part.startswith("For full helptext")]
-    message = "; ".join(kept) or "the flags do not parse"
-    if refused := re.match(r"Error parsing [\w.]+: (.*)", message):
-        return refused.group(1)
-    return f"{prog.removeprefix('ridgeline ')}: {message}; see {prog} --help"
 
 
 def _guarded(name: str, words: list[str]) -> int:

@@ -1,15 +1,20 @@
 """`ridgeline train`: text files to a trained decoder, interruptible and resumable; on one process,
-or under `torchrun -m ridgeline train` on as many as the layout asks for."""
+or under `torchrun -m ridgeline train` on as many as the layout asks for.
+
+What the flags alone get wrong is refused before PyTorch is imported.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import asdict
 from pathlib import Path
 
 from ridgeline.cli.command import Command, Result
+from ridgeline.core import env
 from ridgeline.core.errors import bad_value
-from ridgeline.train import trainer
-from ridgeline.train.config import TrainConfig
+from ridgeline.parallel.layout import AXES, check_sizes
+from ridgeline.train.config import TrainConfig, require_files
 from ridgeline.train.toml import load_config
 
 SIGNALS = ("SIGINT", "SIGTERM")
@@ -21,7 +26,10 @@ def train(config: TrainConfig) -> Result:
     Raises: what ridgeline.train.trainer.train raises; KeyboardInterrupt after a signal stopped it,
     its state saved.
     """
-    result = trainer.train(config)
+    require_files(config)
+    check_sizes(config.layout.sizes, env.world_size())
+    trainer = importlib.import_module("ridgeline.train.trainer")
+    result = trainer.train(config, print_config=True)
     if result.interrupted in SIGNALS:
         raise KeyboardInterrupt
     return {
@@ -62,8 +70,28 @@ def kept(config: TrainConfig) -> str:
 def config_file(words: list[str]) -> tuple[TrainConfig | None, list[str]]:
     """Take `--config FILE` out of the flags; its values become the flags' defaults.
 
-    Raises: ValueError where no file follows; what load_config raises.
+    Raises: ValueError where no file follows, or for layout flags that do not multiply to the number
+    of ranks; what load_config raises.
     """
+    start, rest = _config_file(words)
+    _check_layout_flags(rest, {} if start is None else start.layout.sizes)
+    return start, rest
+
+
+def _check_layout_flags(words: list[str], given: dict[str, int]) -> None:
+    """Refuse sizes whose product is wrong before anything that follows from them (the batch)."""
+    sizes = dict(given)
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.replace("_", "-").partition("=")
+        axis = name.removeprefix("--layout.").replace("-", "_")
+        value = value if equals else after
+        if name.startswith("--layout.") and axis in AXES and value.isdecimal():
+            sizes[axis] = int(value)
+    if all(sizes.values()) and "-h" not in words and "--help" not in words:
+        check_sizes(sizes, env.world_size())
+
+
+def _config_file(words: list[str]) -> tuple[TrainConfig | None, list[str]]:
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name != "--config":

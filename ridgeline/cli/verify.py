@@ -1,22 +1,19 @@
-"""`ridgeline verify`: is this layout the same as one process?"""
+"""`ridgeline verify`: is this layout the same as one process?
+
+A layout that cannot be is refused before PyTorch is imported.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Literal
-
-import torch
+from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result, nothing_kept
 from ridgeline.core import env, progress
 from ridgeline.core.errors import UserError, bad_value
-from ridgeline.nn.config import DecoderConfig
-from ridgeline.parallel.launch import on_ranks
-from ridgeline.parallel.layout import Layout, check_layout
-from ridgeline.parallel.mesh import build_world
-from ridgeline.parallel.model import ModelOptions, ParallelModel
-from ridgeline.parallel.verify import Report, agree_on_failure, compare, workload
+from ridgeline.parallel.layout import Layout, Workload, check_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +37,14 @@ class TinyShape:
     qk_norm: bool = False
     """Norms over each head's q and k (Qwen 3)."""
 
-    def fitted(self, layout: Layout, seqlen: int) -> DecoderConfig:
-        """The decoder for a layout."""
+    def fitted(self, layout: Layout, seqlen: int) -> dict[str, Any]:
+        """The decoder for a layout, as the arguments of DecoderConfig."""
         tp = layout.tp
         num_heads = self.num_heads or math.ceil(4 / tp) * tp
         num_kv_heads = self.num_kv_heads or max(1, num_heads // 2)
         if self.num_kv_heads is None and max(num_kv_heads, tp) % min(num_kv_heads, tp):
             num_kv_heads = num_heads
-        return DecoderConfig(
+        return dict(
             family="qwen3" if self.qk_norm else "llama",
             qk_norm=self.qk_norm,
             vocab_size=self.vocab_size,
@@ -115,12 +112,19 @@ def _verify(config: VerifyConfig) -> Result:
         layout, workload(shape, seqlen, num_microbatches), world_size=started
     ):
         progress.say(f"warning: {warning}")
-    options = ModelOptions(
+    on_ranks = importlib.import_module("ridgeline.parallel.launch").on_ranks
+    parallel = importlib.import_module("ridgeline.parallel.verify")
+    asked = parallel.Comparison(
+        layout=layout,
+        shape=shape,
         seqlen=seqlen,
         micro_batch_samples=config.micro_batch_samples,
         num_microbatches=num_microbatches,
+        steps=config.steps,
+        seed=config.seed,
+        tolerance=config.tolerance,
     )
-    ok, report = on_ranks(started, config.device, _compare, config, shape, options)
+    ok, report = on_ranks(started, config.device, parallel.compare_layout, asked)
     if not ok:
         raise UserError("" if report is None else _difference(layout, report))
     if report is None:  # rank 0 of torchrun says it
@@ -128,22 +132,14 @@ def _verify(config: VerifyConfig) -> Result:
     return {"layout": layout.describe(), "ranks": started, **asdict(report), "ok": True}
 
 
-def _compare(
-    device: torch.device, config: VerifyConfig, shape: DecoderConfig, options: ModelOptions
-) -> tuple[bool, Report | None]:
-    model = ParallelModel(shape, build_world(config.layout, device), options)
-    batch = options.micro_batch_samples * options.num_microbatches * config.layout.dp
-    report = compare(
-        model,
-        batch_samples=batch,
-        steps=config.steps,
-        seed=config.seed,
-        tolerance=config.tolerance,
-    )
-    return agree_on_failure(report is None or report.ok), report
+def workload(shape: dict[str, Any], seqlen: int, num_microbatches: int) -> Workload:
+    """The sizes of a fitted decoder that a layout must divide."""
+    names = ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "hidden_size")
+    sizes = {name: shape[name] for name in (*names, "intermediate_size")}
+    return Workload(seqlen=seqlen, num_microbatches=num_microbatches, **sizes)
 
 
-def _difference(layout: Layout, report: Report) -> str:
+def _difference(layout: Layout, report: Any) -> str:
     assert report.first is not None
     tensors = ", ".join(report.diverged[:4]) + (" ..." if len(report.diverged) > 4 else "")
     return (

@@ -276,7 +276,9 @@ def _logprobs(
     if not asked:
         return told
     index = torch.tensor(asked, device=logits_RV.device)
-    logprobs_RV = logits_RV[index].float().log_softmax(-1)
+    wide_RV = logits_RV[index].float()
+    # Not log_softmax: on a CPU its sum over a vocabulary is off by 1e-5 (docs/log/engine.md).
+    logprobs_RV = wide_RV - wide_RV.logsumexp(-1, keepdim=True)
     chosen = chosen_R[index]
     own = logprobs_RV.gather(-1, chosen[:, None])[:, 0].tolist()
     most = max(rows[i].state.params.logprobs or 0 for i in asked)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -52,6 +51,8 @@ def overlap_tensor_parallel(device: torch.device) -> None:
             device.type,
             "leave it out: the result is the same",
         )
+    from torch._inductor import config as inductor_config  # seconds of imports
+
     inductor_config._micro_pipeline_tp = True
 
 

@@ -16,17 +16,15 @@ import torch.distributed as dist
 
 
 @torch.no_grad()
-def global_norm(
-    gradients: Sequence[torch.Tensor], copies: Sequence[int], device: torch.device
-) -> torch.Tensor:
+def global_norm(gradients: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     """2-norm of the whole gradient, an fp32 scalar, the same on every rank.
 
-    gradients: this rank's parts; copies: ranks that hold each part. A collective.
+    gradients: this rank's parts; weights: fp32, 1 / (ranks that hold each part), on the device:
+    made once, since a copy from the host would wait for all that is queued. A collective.
     """
-    total = torch.zeros((), device=device, dtype=torch.float32)
+    total = torch.zeros((), device=weights.device, dtype=torch.float32)
     if gradients:
         norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        weights = torch.tensor([1.0 / count for count in copies], device=device)
         total = (torch.stack(list(norms)).square() * weights).sum()
     dist.all_reduce(total)
     return total.sqrt()

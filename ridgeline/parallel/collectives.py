@@ -44,16 +44,31 @@ def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All ranks' pieces joined along a dim; not differentiable."""
-    first = x.movedim(dim, 0).contiguous()  # a view where only dims of size 1 lie before it
+    first = _first(x, dim)
     found = _ops.all_gather_into_tensor(first, group.size, group.name)
-    return _ops.wait_tensor(found).movedim(0, dim)
+    return _back(_ops.wait_tensor(found), x, dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's piece along a dim of all ranks' sum; not differentiable."""
-    first = x.movedim(dim, 0).contiguous()
+    first = _first(x, dim)
     found = _ops.reduce_scatter_tensor(first, "sum", group.size, group.name)
-    return _ops.wait_tensor(found).movedim(0, dim)
+    return _back(_ops.wait_tensor(found), x, dim)
+
+
+def _first(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A dim brought to the front: a view where only dims of size 1 lie before it, and a mere
+    reshape then: what a compiler sees through to the product beside the collective."""
+    if all(size == 1 for size in x.shape[:dim]):
+        return x.reshape(x.shape[dim:]).contiguous()
+    return x.movedim(dim, 0).contiguous()
+
+
+def _back(found: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The dim back in its place."""
+    if all(size == 1 for size in x.shape[:dim]):
+        return found.reshape(x.shape[:dim] + found.shape)
+    return found.movedim(0, dim)
 
 
 class _Copy(torch.autograd.Function):

@@ -63,7 +63,8 @@ class ContextPlan:
 
     @classmethod
     def of(cls, seqlens: Sequence[int], sample_tokens: int, world: World) -> ContextPlan:
-        """The plan of a micro-batch with documents of these lengths. Host work only."""
+        """The plan of a micro-batch with documents of these lengths. Host work, and copies to the
+        device that wait for nothing."""
         assert world.context is not None
         cp, device = world.layout.cp, world.device
         ends: np.ndarray = np.asarray(seqlens, dtype=np.int64).cumsum()
@@ -72,7 +73,7 @@ class ContextPlan:
         piece = sample_tokens // (2 * cp)
         across = [_across(own, tokens[source], piece, ends, device) for source in range(cp)]
         return cls(
-            own_tokens=torch.from_numpy(own).to(device),
+            own_tokens=_moved(own, device),
             within=_within(own, piece, ends, device),
             across=tuple(across),
             group=world.context,
@@ -152,8 +153,8 @@ def _across(
         return None
     num_q, num_k = [len(rows) for rows in rows_q], [len(rows) for rows in rows_k]
     return Call(
-        rows_q=torch.from_numpy(np.concatenate(rows_q)).to(device),
-        rows_k=torch.from_numpy(np.concatenate(rows_k)).to(device),
+        rows_q=_moved(np.concatenate(rows_q), device),
+        rows_k=_moved(np.concatenate(rows_k), device),
         cu_seqlens_q=_cumulative(np.asarray(num_q), device),
         cu_seqlens_k=_cumulative(np.asarray(num_k), device),
         max_seqlen_q=max(num_q),
@@ -165,7 +166,13 @@ def _across(
 def _cumulative(lengths: np.ndarray, device: torch.device) -> torch.Tensor:
     cu = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu[1:])
-    return torch.from_numpy(cu).to(device)
+    return _moved(cu, device)
+
+
+def _moved(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; a copy from memory that is not pinned would wait for all that is queued."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _arguments(q: torch.Tensor, kv: torch.Tensor, call: Call) -> list[Any]:

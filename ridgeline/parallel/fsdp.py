@@ -6,6 +6,8 @@
     zero 0,1  gradients are kept whole and reduced once a step; 2, 3: each micro-batch
               (layout.reduce chooses otherwise)
 
+Where no data rank shares a parameter (masters.py) there is no FSDP.
+
 Parameters are fp32 (or ModelOptions.master_dtype) shards; blocks run on a cast copy, gradients are
 summed in fp32. They are summed, not averaged: the loss is already divided by the global batch's
 valid tokens. Elements a rank moves a step: all-reduce 2 N; ZeRO-1, 2 2 N; ZeRO-3 3 N a micro-batch.
@@ -13,6 +15,9 @@ Source: Rajbhandari et al. 2019 (arXiv 1910.02054); Zhao et al. 2023 (2304.11277
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -41,18 +46,26 @@ def shard_module(
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
-def finish(root: nn.Module) -> None:
-    """Settings of a whole stage after all its modules were sharded."""
+def finish(root: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
+    """Settings of a whole stage after all its modules were sharded.
+
+    blocks: in the order in which they run; each fetches the next one's parameters before its own
+    kernels are queued, not after. (In the backward pass FSDP knows the order by itself.)
+    """
     assert isinstance(root, FSDPModule)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    for block, following in itertools.pairwise(blocks):
+        assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
+        block.set_modules_to_forward_prefetch([following])
 
 
 def before_micro_batch(root: nn.Module, layout: Layout, *, last: bool) -> None:
     """Tell FSDP what to do in the backward pass that follows: reduce now or keep, drop or keep."""
-    assert isinstance(root, FSDPModule)
+    if not isinstance(root, FSDPModule):
+        return
     each = layout.reduces_each_micro_batch
     root.set_requires_gradient_sync(each or last)
     root.set_requires_all_reduce(last)  # between replicas once is enough

@@ -38,13 +38,15 @@ def on_ranks(
     """function(device, *args) on every rank -> rank 0's result (under torchrun: this rank's own).
 
     Raises: what the first rank to fail raised; all others are ended. ValueError for more ranks than
-    GPUs. Nothing is left running.
+    GPUs, UserError where there is none. Nothing is left running.
     """
     if env.world_size() > 1:
         own = mesh.start(device, timeout_s)
         result = function(own, *args)
         mesh.stop()
         return result
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise UserError("layout: no CUDA device is usable here; use --device cpu")
     if device == "cuda" and world_size > torch.cuda.device_count():
         raise bad_value(
             "layout",

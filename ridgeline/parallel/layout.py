@@ -9,7 +9,8 @@ matrices, pp cuts the stack of layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -142,7 +143,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def is_single(self) -> bool:
@@ -220,6 +226,23 @@ class Workload:
     """Whether a layer has a sliding window."""
 
 
+def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
+    """Refuse sizes of axes (1 where not given) that do not multiply to the number of ranks.
+
+    Raises: ValueError.
+    """
+    product = math.prod(sizes.values())
+    if product != world_size:
+        told = " x ".join(f"{axis} {sizes.get(axis, 1)}" for axis in AXES)
+        how = f"start {product} processes (torchrun --nproc-per-node {product})"
+        raise _bad(
+            "sizes",
+            f"multiply to the number of ranks ({world_size})",
+            f"{told} = {product}",
+            f"{how if product > 1 else 'start one process'} or change a size",
+        )
+
+
 def check_layout(
     layout: Layout,
     work: Workload,
@@ -232,14 +255,7 @@ def check_layout(
     world_size: ranks that were started; local_world_size: those of one node.
     Raises: ValueError, one message for each kind of misfit.
     """
-    if layout.world_size != world_size:
-        sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES)
-        raise _bad(
-            "sizes",
-            f"multiply to the number of ranks ({world_size})",
-            f"{sizes} = {layout.world_size}",
-            f"start {layout.world_size} processes or change a size",
-        )
+    check_sizes(layout.sizes, world_size)
     _check_tensor(layout, work)
     _check_stages(layout, work)
     _check_context(layout, work)

@@ -23,13 +23,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ridgeline.core.errors import bad_value
+from ridgeline.kernels.cross_entropy.op import statistics, to_gradient
 from ridgeline.kernels.logits import wide_logits
 from ridgeline.parallel.collectives import Group, all_reduce
 
 IGNORE = -100
 """Target of a token that has none."""
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""fp32 logits at once. Each chunk reads the head's weight and adds to its fp32 gradient, about 12
+bytes an element: on a GPU that takes 2,000 tokens or so to hide behind the chunk's products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,9 @@ class VocabPart:
     start: int
 
 
-def chunk_tokens(vocab_size: int, itemsize_bytes: int = 4) -> int:
-    """Tokens whose fp32 logits fit 64 MiB, at least 16."""
-    return max(16, _CHUNK_BYTES // (vocab_size * itemsize_bytes))
+def chunk_tokens(vocab_size: int, device_type: str = "cpu") -> int:
+    """Tokens whose fp32 logits fit 64 MiB (on a GPU 1 GiB), at least 16."""
+    return max(16, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cpu"]) // (vocab_size * 4))
 
 
 def linear_cross_entropy(
@@ -56,7 +59,7 @@ def linear_cross_entropy(
     """Summed cross-entropy of `x @ weight.T` against targets, and how many targets count.
 
     Shapes: x_PC [tokens, width], weight_VC [vocabulary, width] of the same dtype; targets_P int64,
-    IGNORE (-100) where a token has none. chunk: tokens at once (None: as many as fit 64 MiB).
+    IGNORE (-100) where a token has none. chunk: tokens at once (None: as chunk_tokens says).
     part: weight_VC is this rank's rows; every rank of the group gives the same x and targets and
     gets the same sum, and the gradient of x is this rank's share.
     Returns (sum, count): a scalar in fp32 (fp64 for fp64 inputs) and an int64 scalar, both on the
@@ -77,7 +80,8 @@ def linear_cross_entropy(
         raise bad_value(
             "loss", "targets", f"have {len(x_PC)} entries", tuple(targets_P.shape), "flatten them"
         )
-    chunk = chunk_tokens(len(weight_VC)) if chunk is None else chunk
+    if chunk is None:
+        chunk = chunk_tokens(len(weight_VC), x_PC.device.type)
     if chunk < 1:
         raise bad_value("loss", "chunk", "be at least 1", chunk, "leave it out")
     loss = _LinearCrossEntropy.apply(
@@ -98,45 +102,34 @@ def token_logprobs(
 
     Shapes and numerics: linear_cross_entropy. Returns fp32 (fp64) [P], 0 where a token has none.
     """
-    size = chunk or chunk_tokens(len(weight_VC))
+    size = chunk or chunk_tokens(len(weight_VC), x_PC.device.type)
     found = []
     for x, targets in zip(x_PC.split(size), targets_P.split(size), strict=True):
         valid = targets != IGNORE
-        losses = _chunk_losses(wide_logits(x, weight_VC), targets, valid, None).losses
-        found.append(torch.where(valid, -losses, 0.0))
+        columns = _columns(targets, valid, len(weight_VC), None)
+        logsumexp, target = _reduced(statistics(wide_logits(x, weight_VC), columns), None)
+        found.append(torch.where(valid, target - logsumexp, 0.0))
     return torch.cat(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Losses of some tokens and what d logits is made of."""
-
-    losses: torch.Tensor
-    logsumexp: torch.Tensor
-    """[n, 1]."""
-    column: torch.Tensor
-    """[n, 1], the target's column of these logits (0 where it is not here)."""
-    here: torch.Tensor
-    """[n], whether the target's logit is among these."""
+def _columns(
+    targets: torch.Tensor, valid: torch.Tensor, num_columns: int, part: VocabPart | None
+) -> torch.Tensor:
+    """Each target's column of the logits here, -1 where it has none or it is another rank's."""
+    columns = targets if part is None else targets - part.start
+    return torch.where(valid & (columns >= 0) & (columns < num_columns), columns, -1)
 
 
-def _chunk_losses(
-    logits: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor, part: VocabPart | None
-) -> _Chunk:
-    if part is None:
-        column = torch.where(valid, targets, 0)[:, None]
-        logsumexp = torch.logsumexp(logits, dim=1, keepdim=True)
-        losses = (logsumexp - logits.gather(1, column)).squeeze(1)
-        return _Chunk(losses, logsumexp, column, valid)
-    local = targets - part.start
-    here = valid & (local >= 0) & (local < logits.shape[1])
-    column = torch.where(here, local, 0)[:, None]
-    largest = all_reduce(logits.amax(dim=1), part.group, "max")
-    total = (logits - largest[:, None]).exp_().sum(dim=1)
-    target_logit = torch.where(here, logits.gather(1, column).squeeze(1), 0.0)
-    total, target_logit = all_reduce(torch.stack((total, target_logit)), part.group)
-    logsumexp = largest + total.log()
-    return _Chunk(logsumexp - target_logit, logsumexp[:, None], column, here)
+def _reduced(
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor], part: VocabPart | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logsumexp, the target's logit) of each token over the whole vocabulary."""
+    largest, total, target = found
+    if part is not None:
+        here, largest = largest, all_reduce(largest, part.group, "max")
+        total = total * (here - largest).exp()
+        total, target = all_reduce(torch.stack((total, target)), part.group)
+    return largest + total.log(), target
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -161,13 +154,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, targets = x_PC[rows], targets_P[rows]
             valid = targets != IGNORE
             logits = wide_logits(x, weight_VC)
-            found = _chunk_losses(logits, targets, valid, part)
-            loss += torch.where(valid, found.losses, 0.0).sum()
+            columns = _columns(targets, valid, len(weight_VC), part)
+            logsumexp, target = _reduced(statistics(logits, columns), part)
+            loss += torch.where(valid, logsumexp - target, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
-            grad = logits.sub_(found.logsumexp).exp_()
-            grad.scatter_add_(1, found.column, -found.here[:, None].to(wide))
-            grad = grad.mul_(valid[:, None]).to(x.dtype)
+            grad = to_gradient(logits, logsumexp, columns, valid, x.dtype)
             if grad_x is not None:
                 torch.mm(grad, weight_VC, out=grad_x[rows])
             if grad_weight is not None and x.dtype == wide:

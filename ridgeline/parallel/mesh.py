@@ -58,6 +58,11 @@ class World:
         """What FSDP shards over: (replicate, shard)."""
         return self.base["replicate", "shard"]
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters or shards of them."""
+        return self.layout.dp * self.layout.cp
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of an axis (pp, tp, cp), None where it has one rank."""
         if axis == "cp":
@@ -75,10 +80,19 @@ class World:
 
 def start(device: str, timeout_s: float = 600.0) -> torch.device:
     """Join the processes that torchrun started: NCCL for cuda, gloo for cpu. Returns this rank's
-    device."""
+    device.
+
+    Raises: UserError where this rank has no GPU.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
         own = torch.device("cuda", distributed_c10d.get_node_local_rank(0))
+        if torch.cuda.device_count() <= own.index:
+            raise UserError(
+                f"layout: local rank {own.index} must have a GPU of its own, got "
+                f"{torch.cuda.device_count()} GPUs here; start fewer processes a node, or use "
+                "--device cpu"
+            )
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", timeout=timeout, device_id=own)
         return own

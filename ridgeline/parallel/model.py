@@ -1,6 +1,7 @@
 """A decoder spread over a layout: this rank's stages, and one step of the global batch.
 
     decoder on meta -> tensor split -> recompute -> compile -> memory and sharding, block by block
+                       (or masters, where no data rank shares a parameter)
 
 The order matters and is kept here alone. What a step returns (loss, gradient norm, gradients) is
 that of one process with the same global batch: losses are token sums over the global batch's valid
@@ -23,7 +24,9 @@ from ridgeline.parallel.activations import overlap_tensor_parallel, wrap_block
 from ridgeline.parallel.boxes import Box, box_of
 from ridgeline.parallel.collectives import Group
 from ridgeline.parallel.context import ContextPlan, local_micro_batch
+from ridgeline.parallel.deferred import defer
 from ridgeline.parallel.layout import Indices, samples_of_rank
+from ridgeline.parallel.masters import master_of
 from ridgeline.parallel.mesh import World
 from ridgeline.parallel.pipeline import Loop, Pipeline
 from ridgeline.parallel.plans.apply import Plan
@@ -49,7 +52,7 @@ class ModelOptions:
     master_dtype: torch.dtype = torch.float32
     """Of the parameters as the optimizer sees them."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at once; None: as many as fit 64 MiB."""
+    """Tokens whose logits exist at once; None: as many as fit 64 MiB (on a GPU 1 GiB)."""
 
 
 class ParallelModel:
@@ -82,18 +85,20 @@ class ParallelModel:
         )
         self.stages = [self._build(part) for part in self.parts]
         self._tied_across = config.tie_embeddings and layout.num_stages > 1
-        self._local = {
-            name: nn.Parameter(fsdp.local_shard(parameter))
-            for name, parameter in self._parameters.items()
-        }
+        self._local = {name: self._own(parameter) for name, parameter in self._parameters.items()}
+        self._twin_master = None if self._twin is None else self._own(self._twin)
         self._boxes = {name: self._box(name) for name in self._parameters}
+        shares = [1.0 / box.copies for box in self._boxes.values()]
+        self._shares = torch.tensor(shares, device=world.device)
         self._runner = self._make_runner()
 
     # ---- building ------------------------------------------------------------------------------
 
     def _build(self, part: DecoderPart) -> Stage:
         options, layout = self.options, self.world.layout
-        decoder = Decoder(self.config, device="meta", dtype=options.master_dtype, part=part)
+        alone = self.world.data_ranks == 1
+        dtype = options.compute_dtype if alone else options.master_dtype
+        decoder = Decoder(self.config, device="meta", dtype=dtype, part=part)
         split = None
         if self._axis is not None:
             split = split_decoder(decoder, self._axis, self._plan_of)
@@ -106,17 +111,12 @@ class ParallelModel:
             wrap_block(
                 block, layout.activation_checkpointing, width, compiled=layout.compile_blocks
             )
-        stage = Stage(decoder, self._axis, options.loss_chunk_tokens)
-        last = len(decoder.blocks) - 1
-        for number, block in enumerate(decoder.blocks):
-            materialize(block, self.world.device)
-            # The last block's backward comes next: dropping its parameters would fetch them twice.
-            fsdp.shard_module(
-                block, self.world, options.compute_dtype, keep_gathered=number == last
-            )
-        materialize(stage, self.world.device)
-        fsdp.shard_module(stage, self.world, options.compute_dtype, keep_gathered=True)
-        fsdp.finish(stage)
+        queue = defer(decoder.blocks) if layout.splits_backward else None
+        stage = Stage(decoder, self._axis, options.loss_chunk_tokens, queue)
+        if alone:
+            materialize(stage, self.world.device)
+        else:
+            self._shard(stage)
         for name, parameter in decoder.named_parameters():
             name = self._canonical(name)
             if name in self._parameters:
@@ -124,6 +124,22 @@ class ParallelModel:
             else:
                 self._parameters[name] = parameter
         return stage
+
+    def _shard(self, stage: Stage) -> None:
+        blocks, dtype = list(stage.decoder.blocks), self.options.compute_dtype
+        for block in blocks:
+            materialize(block, self.world.device)
+            # The last block's backward comes next: dropping its parameters would fetch them twice.
+            fsdp.shard_module(block, self.world, dtype, keep_gathered=block is blocks[-1])
+        materialize(stage, self.world.device)
+        fsdp.shard_module(stage, self.world, dtype, keep_gathered=True)
+        fsdp.finish(stage, blocks)
+
+    def _own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer is given for a parameter: its master, or this rank's shard of it."""
+        if self.world.data_ranks == 1:
+            return master_of(parameter, self.options.master_dtype)
+        return nn.Parameter(fsdp.local_shard(parameter))
 
     def _canonical(self, name: str) -> str:
         return EMBEDDING if self.config.tie_embeddings and name == HEAD else name
@@ -219,21 +235,22 @@ class ParallelModel:
         batches: this rank's micro-batches (ranks of one dp_rank give the same). num_valid: valid
         targets of the whole global batch.
         """
-        self._copy_twin()
         loss = self._run(batches, max(1, num_valid), backward=True)
         for name, local in self._local.items():
-            gradient = fsdp.local_gradient(self._parameters[name])
-            local.grad = torch.zeros_like(local) if gradient is None else gradient
+            if self.world.data_ranks > 1:
+                local.grad = fsdp.local_gradient(self._parameters[name])
+            if local.grad is None:
+                local.grad = torch.zeros_like(local)
         self._share_tied_gradient()
         return self._over_world(loss)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Packed]) -> torch.Tensor:
         """Summed loss of all ranks' batches."""
-        self._copy_twin()
         return self._over_world(self._run(batches, 1, backward=False))
 
     def _run(self, batches: Sequence[Packed], denominator: int, *, backward: bool) -> torch.Tensor:
+        self._refresh()
         local = [self._local_batch(batch) for batch in batches]
         for stage in self.stages:
             stage.begin(local, denominator)
@@ -270,10 +287,9 @@ class ParallelModel:
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Norm of the whole gradient before clipping; scales it to `max_norm` where it is above."""
-        names = [name for name, local in self._local.items() if local.grad is not None]
-        gradients = [grad for name in names if (grad := self._local[name].grad) is not None]
-        copies = [self.shard_of(name).copies for name in names]
-        norm = clip.global_norm(gradients, copies, self.world.device)
+        gradients = [local.grad for local in self._local.values() if local.grad is not None]
+        assert len(gradients) == len(self._local), "clip comes after forward_backward"
+        norm = clip.global_norm(gradients, self._shares)
         if max_norm is not None:
             clip.scale_to(gradients, norm, max_norm)
         return norm
@@ -289,9 +305,14 @@ class ParallelModel:
         return any(part.head for part in self.parts)
 
     @torch.no_grad()
-    def _copy_twin(self) -> None:
+    def _refresh(self) -> None:
+        """Make anew what is a copy of the masters."""
         if self._twin is not None:
             fsdp.local_shard(self._twin).copy_(self._local[EMBEDDING])
+        if self.world.data_ranks > 1 or self.options.compute_dtype == self.options.master_dtype:
+            return
+        copies = [parameter.detach() for parameter in self._parameters.values()]
+        torch._foreach_copy_(copies, list(self._local.values()))  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def _share_tied_gradient(self) -> None:
@@ -301,8 +322,10 @@ class ParallelModel:
         own = self._local[EMBEDDING].grad
         assert own is not None
         if self._twin is not None:
-            other = fsdp.local_gradient(self._twin)
-            self._twin.grad = None
+            holder = self._twin if self.world.data_ranks > 1 else self._twin_master
+            assert holder is not None
+            other = fsdp.local_gradient(holder)
+            holder.grad = None
         else:
             other = torch.empty_like(own)
             group = self.world.group("pp")

@@ -4,7 +4,7 @@
     gpipe          (p-1)/m               m micro-batches       with inputs
     1f1b           (p-1)/m               min(m, p - rank)      with inputs
     interleaved    (p-1)/(v m)           1 + (p-1)/(p v) more  with inputs
-    zero_bubble    less: weights' part of the backward pass fills the gaps
+    zero_bubble    less: weights' part of the backward pass (deferred.py) fills the gaps
     zbv            none if F = I = W: two stages a rank, down and up again
 
 Each hop moves b s C elements forward and as many back. Sources: Huang et al. 2019 (GPipe);
@@ -23,7 +23,6 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from ridgeline.core.errors import unsupported
 from ridgeline.parallel import fsdp
 from ridgeline.parallel.layout import Layout
 from ridgeline.parallel.mesh import World
@@ -38,18 +37,13 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-def check_schedule(layout: Layout) -> None:
-    """Raises: NotImplementedError for a schedule that splits the backward pass on a PyTorch that
-    cannot do so through autograd functions written in Python (2.11 fails, 2.13 was tested)."""
-    version = torch.__version__.split("+")[0]
-    if layout.splits_backward and tuple(map(int, version.split(".")[:2])) < (2, 13):
-        raise unsupported(
-            "parallel",
-            "layout.schedule",
-            "be gpipe, 1f1b or interleaved before PyTorch 2.13",
-            f"{layout.schedule} on {version}",
-            "choose one of these or update PyTorch",
-        )
+class _PipelineStage(PipelineStage):
+    """A stage whose greeting of its neighbours leaves out its own rank: before 2.13 PyTorch greets
+    it too where a rank holds two stages in a row, which gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        greetings = super()._get_init_p2p_neighbors_ops()
+        return [each for each in greetings if each.group_peer != self.group_rank]
 
 
 class _Veiled(nn.Module):
@@ -90,7 +84,6 @@ class Pipeline:
         self, stages: Sequence[Stage], world: World, hidden: torch.Tensor, num_microbatches: int
     ) -> None:
         layout = world.layout
-        check_schedule(layout)
         self._layout, self._device, self._world = layout, world.device, world
         self._roots, self._hidden = stages, hidden.detach()
         self._indices = layout.stages_of(world.pp_rank)
@@ -99,7 +92,7 @@ class Pipeline:
         each = layout.reduces_each_micro_batch
         tokens = hidden.new_empty((1, hidden.shape[1] * self._sequence_parts), dtype=torch.int64)
         parts = [
-            PipelineStage(
+            _PipelineStage(
                 _Veiled(stage) if each else stage,
                 index,
                 layout.num_stages,
@@ -109,6 +102,7 @@ class Pipeline:
                 if stage.decoder.part.head
                 else hidden,
                 group=world.group("pp"),
+                dw_builder=None if stage.queue is None else stage.queue.take,
             )
             for stage, index in zip(stages, self._indices, strict=True)
         ]

@@ -17,6 +17,7 @@ from torch import nn
 
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.layers import Attend
+from ridgeline.parallel.deferred import Deferred
 from ridgeline.parallel.loss import VocabPart, linear_cross_entropy
 from ridgeline.parallel.tensor import Axis, VocabHead, enter
 
@@ -57,9 +58,15 @@ class MicroBatch:
 class Stage(nn.Module):
     """Some layers, with the embedding or the loss where they are the first or the last."""
 
-    def __init__(self, decoder: Decoder, axis: Axis | None, loss_chunk: int | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        axis: Axis | None,
+        loss_chunk: int | None,
+        queue: Deferred | None = None,
+    ) -> None:
         super().__init__()
-        self.decoder, self.axis, self.loss_chunk = decoder, axis, loss_chunk
+        self.decoder, self.axis, self.loss_chunk, self.queue = decoder, axis, loss_chunk, queue
         self._batches: Sequence[MicroBatch] = ()
         self._turn = 0
         self._denominator = 1
@@ -71,6 +78,7 @@ class Stage(nn.Module):
     def end(self) -> None:
         """Let go of the step's micro-batches."""
         assert self._turn == len(self._batches), "a schedule ran a stage too often or too rarely"
+        assert not self.queue, "a schedule left weight gradients unmade"
         self._batches = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ Source: Shoeybi et al. 2019 (arXiv 1909.08053); Korthikanti et al. 2022 (2205.05
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ridgeline.parallel.collectives import Group, copy, gather, reduce, scatter
+
+Product = Callable[..., torch.Tensor]
+"""(x, weight, bias = None) -> x @ weight.T + bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +89,23 @@ class Split:
 class ColumnLinear(nn.Module):
     """Part of a linear's outputs."""
 
+    product: Product = F.linear
+    """What multiplies (deferred.py puts its own here)."""
+
     def __init__(self, linear: nn.Linear, split: Split) -> None:
         super().__init__()
         self.weight = split.cut(linear.weight, 0)
         self.bias = None if linear.bias is None else split.cut(linear.bias, 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
     """Part of a linear's inputs; the result is whole, or with sequence parallel a part of the
     tokens."""
+
+    product: Product = F.linear
 
     def __init__(self, linear: nn.Linear, split: Split) -> None:
         super().__init__()
@@ -107,9 +116,9 @@ class RowLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         axis = self.axis
         if not axis.sequence_parallel:
-            y = reduce(F.linear(x, self.weight), axis.group)
+            y = reduce(self.product(x, self.weight), axis.group)
             return y if self.bias is None else y + self.bias
-        y = scatter(F.linear(x, self.weight), axis.group)
+        y = scatter(self.product(x, self.weight), axis.group)
         return y if self.bias is None else y + copy(self.bias, axis.group)
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
-from ridgeline.parallel.layout import Workload
+from ridgeline.parallel.layout import Layout, Workload
 from ridgeline.parallel.loss import IGNORE, linear_cross_entropy
-from ridgeline.parallel.model import ParallelModel
+from ridgeline.parallel.mesh import build_world
+from ridgeline.parallel.model import ModelOptions, ParallelModel
 from ridgeline.parallel.stage import Packed
 
 
@@ -267,6 +269,39 @@ def workload(config: DecoderConfig, seqlen: int, num_microbatches: int) -> Workl
         num_microbatches=num_microbatches,
         windowed=config.sliding_window is not None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared: plain values, which reach ranks that are started anew."""
+
+    layout: Layout
+    shape: dict[str, Any]
+    """Arguments of DecoderConfig."""
+    seqlen: int
+    micro_batch_samples: int
+    num_microbatches: int
+    steps: int
+    seed: int
+    tolerance: float
+
+
+def compare_layout(device: torch.device, asked: Comparison) -> tuple[bool, Report | None]:
+    """Build a layout on this rank and compare it; (whether it agrees, the report on rank 0)."""
+    options = ModelOptions(
+        seqlen=asked.seqlen,
+        micro_batch_samples=asked.micro_batch_samples,
+        num_microbatches=asked.num_microbatches,
+    )
+    world = build_world(asked.layout, device)
+    report = compare(
+        ParallelModel(DecoderConfig(**asked.shape), world, options),
+        batch_samples=asked.micro_batch_samples * asked.num_microbatches * asked.layout.dp,
+        steps=asked.steps,
+        seed=asked.seed,
+        tolerance=asked.tolerance,
+    )
+    return agree_on_failure(report is None or report.ok), report
 
 
 def agree_on_failure(ok: bool) -> bool:

@@ -274,7 +274,8 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU where there is one."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose fp32 logits exist at once, at least 1; none: as many as fit 64 MiB."""
+    """Tokens whose fp32 logits exist at once, at least 1; none: as many as fit 64 MiB (on a GPU
+    1 GiB)."""
     timeout_s: float = 600.0
     """Seconds without a finished step, save or evaluation after which a run of several ranks is
     given up with a report of who waits for whom, in [1, 86400]."""

@@ -94,12 +94,17 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, *, on_step: OnStep | None = None, stop_at_step: int | None = None
+    config: TrainConfig,
+    *,
+    on_step: OnStep | None = None,
+    stop_at_step: int | None = None,
+    print_config: bool = False,
 ) -> TrainResult:
     """Train a decoder as a config says, going on from the run folder's newest good checkpoint.
 
     on_step is called with each logged row. stop_at_step stops there as an interrupt would: state is
-    saved, the schedule still ends at config.steps.
+    saved, the schedule still ends at config.steps. print_config: say all of it at the start, not
+    only its hash and where it is kept.
     Raises: ValueError for a config that cannot be, UserError for files, disk and diverged training.
     """
     with told_once():
@@ -113,7 +118,7 @@ def train(
         if device.type == "cuda" and ranks.size > 1:
             device = torch.device("cuda", torch.cuda.current_device())
         ranks.first(lambda: held.enter_context(run_lock(config.run_dir)))
-        run = _Run(prepare(config, device, ranks), on_step)
+        run = _Run(prepare(config, device, ranks), on_step, print_config)
         held.callback(run.close)
         return run.run(min(config.steps, stop_at_step or config.steps))
 
@@ -121,10 +126,11 @@ def train(
 class _Run:
     """A run in progress."""
 
-    def __init__(self, start: Start, on_step: OnStep | None) -> None:
+    def __init__(self, start: Start, on_step: OnStep | None, print_config: bool) -> None:
         self.config, self.device, self.ranks = start.config, start.device, start.ranks
         self.data, self.tokenizer, self.worker = start.data, start.tokenizer, start.worker
         self.on_step = on_step if self.ranks.is_first else None
+        self.print_config = print_config
         self.step, self.consumed = start.step, start.consumed_samples
         self.resumed_from = start.resumed_from
         self.saved_step = self.resumed_from
@@ -195,8 +201,9 @@ class _Run:
         over = f" x {size} ({config.layout.describe()})" if size > 1 else ""
         if not self.ranks.is_first:
             return
-        progress.say(f"config {config_hash(config)}, {size} process{'es' * (size > 1)}:")
-        progress.say(textwrap.indent(to_toml(config), "  "))
+        whole = f":\n{textwrap.indent(to_toml(config), '  ')}" if self.print_config else ""
+        kept = f" in {config.run_dir / 'config.toml'}, {size} process{'es' * (size > 1)}"
+        progress.say(f"config {config_hash(config)}{kept}{whole}")
         progress.say(
             f"train {parameters / 1e6:.2f} M parameters on {self.device.type}{over} in "
             f"{config.dtype}, {where} of {config.steps}; {self.data.train.num_samples} samples of "

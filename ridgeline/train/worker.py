@@ -18,6 +18,7 @@ from ridgeline.core.dtypes import torch_dtype
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import load_pretrained, open_weights, state_tensors
+from ridgeline.parallel.activations import wrap_block
 from ridgeline.parallel.loss import linear_cross_entropy
 from ridgeline.parallel.mesh import build_world
 from ridgeline.parallel.model import ModelOptions, ParallelModel
@@ -92,6 +93,14 @@ class OneProcess:
             self.model = load_pretrained(config.model.folder, dtype=dtype, device=device)
         else:
             self.model = Decoder(shape, device=device, dtype=dtype, seed=config.seed)
+        layout = config.layout
+        for block in self.model.blocks:
+            wrap_block(
+                block,
+                layout.activation_checkpointing,
+                shape.hidden_size,
+                compiled=layout.compile_blocks,
+            )
         self.optimizer = PartOptimizer(self.model.named_parameters(), config.optim)
 
     def forward_backward(

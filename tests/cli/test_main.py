@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -23,6 +24,10 @@ class FakeConfig:
 
     count: int = 1
     """How many, at least 1."""
+    kind: Literal["a", "b"] = "a"
+    """Which."""
+    limit: float | None = None
+    """How far; none: as far as it goes."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -123,9 +128,12 @@ def test_a_config_that_refuses_its_values_exits_with_2(fake, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--count", "x"], "doctor: Error parsing --count: invalid literal for int()"),
-        (["--nothing"], "doctor: Unrecognized options: --nothing"),
-        (["stray"], "doctor: Unrecognized options: stray"),
+        (["--count", "x"], "doctor: --count must be a whole number, got x"),
+        (["--count"], "doctor: --count must have a value, got nothing"),
+        (["--cout", "3"], "doctor: flags must be known ones, got --cout 3; did you mean --count?"),
+        (["--kind", "c"], "doctor: --kind must be one of a, b, got c"),
+        (["--limit", "x"], "doctor: --limit must be none or a number, got x"),
+        (["stray"], "doctor: flags must be known ones, got stray"),
     ],
 )
 def test_flags_that_do_not_parse_are_one_line_and_exit_with_2(fake, capsys, words, line):
@@ -134,7 +142,19 @@ def test_flags_that_do_not_parse_are_one_line_and_exit_with_2(fake, capsys, word
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith(f"ridgeline: {line}")
-    assert said.err.endswith("; see ridgeline doctor --help\n")
+    assert said.err.endswith(" see ridgeline doctor --help\n")
+    assert cli.main(["doctor", *words, "--json"]) == 2
+    event = json.loads(capsys.readouterr().out)
+    assert event["event"] == "error" and event["message"].startswith(line.split(" 3;")[0])
+
+
+def test_what_must_be_given_is_named(capsys):
+    assert cli.main(["explain", "attention"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "ridgeline: explain attention: --seqlen must be given, got nothing; "
+        "see ridgeline explain attention --help\n"
+    )
 
 
 def test_the_reporter_is_put_back(fake):

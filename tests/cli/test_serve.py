@@ -56,7 +56,7 @@ def test_it_serves_the_official_client_and_drains(served):
         with pytest.raises(openai.AuthenticationError):
             other.models.list()
     process.terminate()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     last = json.loads(out.splitlines()[-1])
     assert last["event"] == "result" and last["drained"] is True

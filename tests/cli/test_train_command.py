@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from ridgeline.cli import main as cli
 from ridgeline.cli import train as command
+from ridgeline.train import trainer
 from ridgeline.train.metrics import read_rows
 
 
@@ -57,8 +60,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(words, tmp_path, capsys, monk
         if row["step"] == 2:
             signal.raise_signal(signal.SIGINT)
 
-    train = command.trainer.train
-    monkeypatch.setattr(command.trainer, "train", lambda config: train(config, on_step=on_step))
+    train = trainer.train
+    monkeypatch.setattr(
+        trainer, "train", lambda config, **more: train(config, on_step=on_step, **more)
+    )
     assert cli.main(words) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("ridgeline: train: interrupted;") and "step-00000002 is kept" in line
@@ -67,7 +72,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(words, tmp_path, capsys, monk
     assert result["resumed_from"] == 2 and len(rows) == 4
     other = [*words, "--run-dir", str(tmp_path / "again"), "--json"]
     rows.clear()
-    monkeypatch.setattr(command.trainer, "train", train)
+    monkeypatch.setattr(trainer, "train", train)
     assert cli.main(other) == 0
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert whole["losses"][2:] == result["losses"]
@@ -90,6 +95,42 @@ def test_bad_input(words, capsys, flags, code, part):
     assert cli.main([*words, *flags]) == code
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("ridgeline: ") and part in line, line
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--layout.dp_shard", "3"],  # the batch of 2 does not divide either
+        ["--layout.tp=3", "--micro-batch-samples", "5"],
+        ["--layout.pp", "2", "--layout.cp", "2"],
+    ],
+)
+def test_the_product_of_the_sizes_is_refused_before_what_follows_from_it(words, capsys, flags):
+    assert cli.main([*words, *flags]) == 2
+    line = capsys.readouterr().err
+    assert "layout: sizes must multiply to the number of ranks (1), got pp " in line, line
+
+
+def test_the_sizes_of_a_config_file_count(words, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("batch_samples = 4\nmicro_batch_samples = 1\n[layout]\ntp = 2\n")
+    assert cli.main([*words, "--config", str(file)]) == 2
+    assert "x tp 2 = 2; start 2 processes (torchrun --nproc-per-node 2)" in capsys.readouterr().err
+    assert cli.main([*words, "--config", str(file), "--layout.tp", "1", "--steps", "0"]) == 2
+    assert "steps must be at least 1" in capsys.readouterr().err
+
+
+def test_refusals_import_no_torch():
+    script = (
+        "import sys\n"
+        "from ridgeline.cli.main import main\n"
+        "codes = [main(['train', '--layout.tp', '3']), main(['train', '--steps', '0']),\n"
+        "  main(['train']), main(['verify', '--layout.tp', '2', '--shape.num-heads', '9'])]\n"
+        "heavy = {'torch', 'numpy', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'{codes} {heavy}' if heavy or codes != [2, 2, 2, 2] else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_text(tmp_path, capsys):

@@ -9,11 +9,10 @@ import sys
 import pytest
 
 from ridgeline.cli import main as cli
-from ridgeline.cli.verify import TinyShape
+from ridgeline.cli.verify import TinyShape, workload
 from ridgeline.core.env import child_environment
 from ridgeline.parallel import fsdp
 from ridgeline.parallel.layout import Layout, check_layout
-from ridgeline.parallel.verify import workload
 
 pytestmark = pytest.mark.dist
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
 import pytest
 
@@ -24,7 +25,7 @@ def run(test, config: EngineConfig | None = None, **options):
     async def main():
         engine = AsyncEngine(LLM(tiny_decoder(), config), **options)
         try:
-            await asyncio.wait_for(test(engine), 60)
+            await asyncio.wait_for(test(engine), 300)
         finally:
             await engine.close()
         engine.llm.core.scheduler.pool.check([])
@@ -41,6 +42,17 @@ async def collect(stream) -> tuple[list[int], str | None, object]:
             tokens += delta.token_ids
             reason = delta.finish_reason or reason
     return tokens, reason, last
+
+
+def slow_down(engine) -> None:
+    """A step takes a while: a long request is not over before the test's next line."""
+    working = engine.llm.core.run
+
+    def run(batch):
+        time.sleep(0.02)
+        return working(batch)
+
+    engine.llm.core.run = run
 
 
 async def idle(engine) -> None:
@@ -71,6 +83,7 @@ def test_a_full_queue_says_so_at_the_call():
     limits = Limits(max_queue_requests=2, max_queue_tokens=150)
 
     async def test(engine):
+        slow_down(engine)
         first = engine.add_request([1], LONG)
         with pytest.raises(QueueFullError) as full:  # by tokens: 101 + 101
             engine.add_request([1], LONG)
@@ -89,6 +102,7 @@ def test_a_full_queue_says_so_at_the_call():
 
 def test_aborts_closed_cancelled_and_dropped_streams():
     async def test(engine):
+        slow_down(engine)
         kept = asyncio.create_task(collect(engine.add_request([5], SHORT)))
         by_name = engine.add_request([1], LONG, request_id="mine")
         with pytest.raises(ValueError, match="request_id must be new"):
@@ -134,6 +148,7 @@ def test_drain_waits_then_aborts():
     run(test)
 
     async def late(engine):
+        slow_down(engine)
         task = asyncio.create_task(collect(engine.add_request([1], LONG)))
         await asyncio.sleep(0)
         assert not await engine.drain(0.0) and (await task)[1] == "abort"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from ridgeline.core.errors import UserError
+from ridgeline.engine.llm import LLM
 from ridgeline.engine.load import choose_device, choose_dtype, open_model
+from ridgeline.engine.params import SamplingParams
+from tests.engine.conftest import write_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 def test_auto_dtype_follows_the_device():
@@ -25,3 +32,21 @@ def test_a_gpu_that_is_not_here(monkeypatch):
 def test_no_folder(tmp_path):
     with pytest.raises(UserError, match="must be a folder, got none"):
         open_model(tmp_path / "nothing")
+
+
+def test_a_hostile_config_runs_nothing(tmp_path):
+    """CVE-2025-66448, CVE-2026-4372: a checkpoint names code to run, or a kernel to fetch."""
+    folder = write_model(tmp_path / "m")
+    want = LLM(folder).generate([[1, 2, 3]], GREEDY)[0].choices[0].token_ids
+    marker = tmp_path / "ran"
+    for name in ("modeling.py", "kernels.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(marker)!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    named = {"_attn_implementation": "evil/kernels", "attn_implementation": "evil/kernels"}
+    (folder / "config.json").write_text(json.dumps({**config, **named}))
+    assert LLM(folder).generate([[1, 2, 3]], GREEDY)[0].choices[0].token_ids == want
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match="auto_map must be absent"):
+        LLM(folder)
+    assert not marker.exists()

@@ -14,12 +14,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-
-from ridgeline.parallel.layout import Layout
-from ridgeline.parallel.pipeline import check_schedule
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "ridgeline.parallel.verify", "tests.parallel.harness"])
@@ -57,12 +53,6 @@ def run_ranks(
 
     A rank that fails ends all; its traceback is the error's text.
     """
-    for layout in args:
-        if isinstance(layout, Layout):
-            try:
-                check_schedule(layout)
-            except NotImplementedError as error:
-                pytest.skip(str(error))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             CONTEXT.Process(target=_rank, args=(rank, world_size, folder, fn, args))

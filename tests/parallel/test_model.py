@@ -143,6 +143,7 @@ def _in_bf16(rank: int, layout: Layout) -> tuple[float, set[torch.dtype], float]
         Layout(dp_shard=2, num_microbatches=2),
         Layout(tp=2, sequence_parallel=True),
         Layout(pp=2, num_microbatches=2),
+        Layout(pp=2, schedule="zbv", num_microbatches=4),
         Layout(cp=2, activation_checkpointing="full"),
     ],
     ids=lambda layout: layout.describe(),
@@ -220,7 +221,7 @@ def test_compiled_blocks_equal_and_share_their_graphs(layout):
 
 
 def test_wrapping_in_the_wrong_order_is_refused():
-    assert run_ranks(1, _wrong_order, Layout())[0] == 3
+    assert run_ranks(2, _wrong_order, Layout(dp_shard=2))[0] == 3
 
 
 def _wrong_order(rank: int, layout: Layout) -> int:

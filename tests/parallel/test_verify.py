@@ -63,8 +63,8 @@ def test_a_scaled_gradient_is_seen():
 def _averaged(rank: int, layout: Layout) -> Report | None:
     finish = fsdp.finish
 
-    def averaging(root):
-        finish(root)
+    def averaging(root, blocks):
+        finish(root, blocks)
         for module in root.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.set_gradient_divide_factor(2.0)

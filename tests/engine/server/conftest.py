@@ -55,7 +55,7 @@ class Running:
 
     def ask(
         self, path: str, body: Any = None, *, method: str | None = None,
-        headers: dict[str, str] | None = None, timeout: float = 20.0,
+        headers: dict[str, str] | None = None, timeout: float = 120.0,
     ) -> tuple[int, dict[str, str], bytes]:  # fmt: skip
         """One request over a connection of its own: status, headers, body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -103,13 +103,13 @@ def running(engine: Any, config: ServerConfig, folder: Path | None = None) -> It
         if thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 shared["loop"].call_soon_threadsafe(shared["stop"].set)
-        thread.join(timeout=30)
+        thread.join(timeout=180)
         assert not thread.is_alive(), "the server did not end"
         if "error" in shared:
             raise shared["error"]
         return shared["result"]
 
-    assert began.wait(20)
+    assert began.wait(120)
     if "error" in shared:
         raise shared["error"]
     try:
@@ -118,7 +118,7 @@ def running(engine: Any, config: ServerConfig, folder: Path | None = None) -> It
         stop()
 
 
-CONFIG = ServerConfig(port=0, model_name="echo", drain_s=5.0, dead_s=600.0)
+CONFIG = ServerConfig(port=0, model_name="echo", drain_s=120.0, dead_s=600.0)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def server(shared) -> Iterator[Running]:
     until(lambda: shared.state.counters.inside == 0, "a request is still inside")
 
 
-def until(holds: Callable[[], bool], otherwise: str, seconds: float = 20.0) -> None:
+def until(holds: Callable[[], bool], otherwise: str, seconds: float = 120.0) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not holds():

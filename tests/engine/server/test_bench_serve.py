@@ -35,7 +35,7 @@ def test_counts_and_times(server, engine, tmp_path, load):
 
 def test_overload_is_counted(tokenizer_folder, monkeypatch):
     monkeypatch.setenv("RIDGELINE_API_KEY", "the-key-of-this-test")
-    engine = FakeEngine(tokenizer_folder, tokens_per_s=50, capacity=2)
+    engine = FakeEngine(tokenizer_folder, tokens_per_s=3, capacity=2)
     config = replace(CONFIG, api_keys=("the-key-of-this-test",))
     with running(engine, config) as started:
         load = BenchServeConfig(url=started.address, **SMALL, concurrency=6)

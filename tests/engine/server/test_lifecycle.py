@@ -26,7 +26,7 @@ class _Stream:
     """A streamed request that has its first bytes."""
 
     def __init__(self, port: int, body: dict) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         kind = {"Content-Type": "application/json"}
         self._connection.request("POST", "/v1/completions", json.dumps(body), kind)
         self._answer = self._connection.getresponse()
@@ -55,7 +55,7 @@ def test_a_stop_lets_requests_finish(tokenizer_folder):
         assert headers["retry-after"] == "5"
         text = stream.text()
         assert text.endswith("data: [DONE]\n\n") and text.count('"text":"A"') == 60
-        stopping.join(20)
+        stopping.join(120)
         assert results == [True] and engine.closed
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_finish_in_time_is_ended(tokenizer_folder):
     with running(engine, replace(CONFIG, drain_s=0.3)) as started:
         stream = _Stream(started.port, {**LONG, "max_tokens": 4000})
         began = time.monotonic()
-        assert started.stop() is False and time.monotonic() - began < 25
+        assert started.stop() is False and time.monotonic() - began < 60
         assert '"code":"aborted"' in stream.text() and engine.running == {}
 
 

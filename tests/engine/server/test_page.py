@@ -60,6 +60,23 @@ def test_a_conversation(page, engine):
     assert "<assistant>**Paris**" in told and told.endswith("<user>And of Spain?\n<assistant>")
 
 
+def test_lists_and_tables_within_text(page, engine):
+    """As small models write them: without blank lines, and with marks that are no HTML."""
+    engine.tokens_per_s = 400
+    said = "Two:\n- a\n- **b**\n# Rates\n| x | y |\n| --- | --- |\n| 1 | <i>2</i> |\nEnd"
+    engine.script = engine.tokenizer.encode(said)
+    page.fill("#ask", "x")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .facts button")
+    answer = page.locator(".turn.assistant .text")
+    assert answer.locator("p").all_inner_texts() == ["Two:", "End"]
+    assert answer.locator("li").all_inner_texts() == ["a", "b"]
+    assert answer.locator("h3").inner_text() == "Rates"
+    assert answer.locator("th").all_inner_texts() == ["x", "y"]
+    assert answer.locator("td").all_inner_texts() == ["1", "<i>2</i>"]
+    assert answer.locator("i").count() == 0
+
+
 def test_stop_ends_the_request(page, engine):
     engine.tokens_per_s = 30
     engine.script = engine.tokenizer.encode("word " * 200)
@@ -98,3 +115,24 @@ def test_settings_and_a_new_chat(page, engine):
     assert (params.temperature, params.max_tokens) == (0.2, 3)
     page.click("#fresh")
     assert page.locator(".turn").count() == 0 and page.locator("#hello").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_shows_everything(browser, server, engine, scheme):
+    """Nothing is wider than a phone, and text stands out from its ground."""
+    engine.script = engine.tokenizer.encode("```\n" + "word " * 60 + "\n```\n" + "x" * 300)
+    page = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme=scheme)
+    page.goto(server.address)
+    page.wait_for_selector(".dot.ok")
+    page.fill("#ask", "y" * 200)
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .facts button")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.locator("#ask").is_visible() and page.locator("#settings").is_visible()
+    ink, paper = (
+        page.evaluate(f"getComputedStyle(document.body).{name}")
+        for name in ("color", "backgroundColor")
+    )
+    ink, paper = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in (ink, paper))
+    assert abs(paper - ink) > 450 and (paper > ink) == (scheme == "light")
+    page.close()
