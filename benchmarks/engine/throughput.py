@@ -142,7 +142,8 @@ def theirs(model: Any, load: Load, limit_s: float) -> Run:
     run = Run(seconds=0.0, tokens=0, finished=0)
     try:
         manager.add_request([1, 2, 3], max_new_tokens=4)  # what is made once is not timed
-        _next(manager, time.perf_counter() + limit_s)
+        if _next(manager, time.perf_counter() + limit_s) is None:
+            raise RuntimeError(f"transformers: no answer within {limit_s:g} s")
         start_s = time.perf_counter()
         asked = {
             manager.add_request(list(prompt), max_new_tokens=count): count

@@ -30,8 +30,9 @@ EAGER_STEPS = 2
 """Steps of a size before it is recorded."""
 AHEAD_SIZE = 8
 """Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
-NUMBERS = 5
-"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding)."""
+NUMBERS = 8
+"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding); the
+rest is empty, so that the pages start at a multiple of 32 bytes."""
 TRIALS = 5
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
@@ -92,6 +93,8 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop what was recorded: the weights change."""
+        if self.ahead is not None and self.on_gpu:
+            torch.cuda.synchronize()  # a graph that runs is not to be taken apart
         self.recorded.clear()
         self.ahead = None
 
@@ -164,10 +167,10 @@ class DecodeGraphs:
         for row, (span, token_id) in enumerate(zip(batch.spans, batch.token_ids, strict=True)):
             position = span.num_keys - 1
             slot = span.pages[position // page] * page + position % page
-            host[row, :NUMBERS] = (token_id, position, slot, span.num_keys, 1)
+            host[row, :5] = (token_id, position, slot, span.num_keys, 1)
             host[row, NUMBERS : NUMBERS + len(span.pages)] = span.pages
         for row in range(len(batch.spans), size):
-            host[row, :NUMBERS] = (0, 0, cache.num_pages * page, 1, 0)
+            host[row, :5] = (0, 0, cache.num_pages * page, 1, 0)
             host[row, NUMBERS] = cache.num_pages
         self.device[:size].copy_(self.host[:size], non_blocking=True)
 

@@ -76,6 +76,14 @@ def test_a_dry_run_says_what_fits(model_folder, capsys):
         assert word in said
 
 
+def test_a_dry_run_of_two_ranks_says_what_each_has(model_folder, capsys):
+    words = (str(model_folder), "--dry-run", "--device", "cpu", "--tensor-parallel")
+    code, said = _run(capsys, *words, "2")
+    assert code == 0 and "ranks        2: each has " in said and "on each rank" in said
+    code, said = _run(capsys, *words, "64")
+    assert code == 2 and "ranks must divide num_heads" in said
+
+
 def test_what_cannot_be_served(tmp_path, model_folder, capsys):
     code, said = _run(capsys, str(tmp_path))
     assert code == 1 and "must be a model folder with a config.json" in said

@@ -47,6 +47,6 @@ def test_a_hostile_config_runs_nothing(tmp_path):
     assert LLM(folder).generate([[1, 2, 3]], GREEDY)[0].choices[0].token_ids == want
     config["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotImplementedError, match="auto_map must be absent"):
+    with pytest.raises(UserError, match="auto_map must be absent"):
         LLM(folder)
     assert not marker.exists()
