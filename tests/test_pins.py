@@ -20,7 +20,7 @@ def test_same_pins_everywhere():
 
 
 def test_an_editable_install_is_a_plain_path():
-    """Then a file named in sys.path is found before a folder of the package's name in the current one
-    (a clone) is taken for a namespace; an import hook would come after it."""
+    """Then the package is found before a folder of its name in the current one (a clone) counts as
+    a namespace; an import hook would come after it."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert setuptools["package-dir"] == {"": "."}

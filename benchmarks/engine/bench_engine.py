@@ -39,7 +39,7 @@ from ridgeline.engine.load import open_model
 from ridgeline.engine.params import SamplingParams
 from ridgeline.engine.weights import Dense, LayerWeights, Packed, Shard, Weights
 from ridgeline.formats.base import QuantizedWeight
-from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
+from ridgeline.formats.gptq import GPTQFormat
 from ridgeline.kernels.w4a16.op import prepare
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="cpu: of everybody")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=0, help="default: 48 (cpu), 256 (cuda)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4, help="each its own prompt")
     parser.add_argument("--layers", type=int, default=0, help="cuda: fewer layers, for a trial")
     parser.add_argument("--commit", default="", help="default: git's")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="cuda: of these")
@@ -129,11 +129,17 @@ def commit() -> str:
 # ---- ours ------------------------------------------------------------------------------------
 
 
-def decode(llm: LLM, args: argparse.Namespace) -> tuple[float, list[float]]:
+def prompt_of(args: argparse.Namespace, turn: int) -> list[int]:
+    """Another prompt each round."""
+    return [((17 + 2 * turn) * i + 3 + 5 * turn) % 1000 + 1 for i in range(args.prompt_tokens)]
+
+
+def decode(llm: LLM, args: argparse.Namespace, turn: int = 0) -> tuple[float, list[float]]:
     """(seconds to the first token, seconds of each later step) of one request."""
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
-    prompt = [(17 * i + 3) % 1000 + 1 for i in range(args.prompt_tokens)]
-    request = llm.request(prompt, params, salt=uuid.uuid4().hex)  # no prefix of an earlier round
+    request = llm.request(
+        prompt_of(args, turn), params, salt=uuid.uuid4().hex
+    )  # no prefix of an earlier round
     marks = [time.perf_counter()]
     llm.core.add(request, args.new_tokens)
     while llm.core.has_work:
@@ -168,6 +174,8 @@ def step_bytes(llm: LLM, args: argparse.Namespace) -> float:
 
 
 def on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours in 4 bits (two kinds of weights, or the folder given) and Transformers' in bf16 and
+    fp32, in turns, several prompts; the rows hold medians over all."""
     import transformers
 
     torch.set_num_threads(args.threads)
@@ -175,9 +183,10 @@ def on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     from ridgeline.cli.stages.weights import model_folder
 
     source = model_folder()
+    engine = EngineConfig(max_model_len=1024, max_num_seqs=4)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model or rounded(source, Path(scratch) / "w4")
-        llm = LLM(folder, EngineConfig(max_model_len=1024, max_num_seqs=4))
+        folders = [args.model] if args.model else rounded(source, Path(scratch))
+        ours = {f"ours {folder.name}": LLM(folder, engine) for folder in folders}
         peers = {
             name: transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype=getattr(torch, name)
@@ -185,46 +194,44 @@ def on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
             for name in ("bfloat16", "float32")
         }
         times: dict[str, tuple[list[float], list[float]]] = {}
-        for _ in range(args.rounds):
-            runs = {"ours": decode(llm, args)}
-            runs |= {name: peer_decode(model, args) for name, model in peers.items()}
+        for turn in range(args.rounds):
+            runs = {name: decode(llm, args, turn) for name, llm in ours.items()}
+            runs |= {name: peer_decode(model, args, turn) for name, model in peers.items()}
             for name, (first, steps) in runs.items():
                 firsts, every = times.setdefault(name, ([], []))
                 firsts.append(first)
                 every += steps[WARM_STEPS:]
-    stored = llm.info.weights
-    rows = [
-        row_of(
-            args,
-            "ridgeline",
-            model=source.name,
-            weights=stored,
-            dtype=llm.info.dtype,
-            **summary(*times["ours"], step_bytes(llm, args)),
-        )
-    ]
+    rows = []
+    for name, llm in ours.items():
+        values = summary(*times[name], step_bytes(llm, args))
+        stored = {"weights": llm.info.weights, "stored": name, "dtype": llm.info.dtype}
+        rows.append(row_of(args, "ridgeline", model=source.name, **stored, **values))
     for name in peers:
         impl = f"transformers {transformers.__version__}"
         values = summary(*times[name], None)
         rows.append(row_of(args, impl, model=source.name, weights=name, dtype=name, **values))
-    best = max(row["tokens_per_s"] for row in rows[1:])
-    print(
-        f"ours over the faster of Transformers': {rows[0]['tokens_per_s'] / best:.2f}", flush=True
-    )
+    best = max(row["tokens_per_s"] for row in rows[len(ours) :])
+    for row in rows[: len(ours)]:
+        ratio = row["tokens_per_s"] / best
+        print(f"{row['stored']} over the faster of Transformers': {ratio:.2f}", flush=True)
     return rows
 
 
-def rounded(source: Path, folder: Path) -> Path:
-    """The model in 4 bits by plain rounding (speed is GPTQ's), scales in bf16: a CPU's int4 kernel
-    is exact with them."""
-    model = open_model(source, "float32", "cpu").model
-    plain = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
-    layout = CompressedTensorsFormat(group_size=64, scale_dtype="bfloat16")
-    recipe = Recipe(method="rtn", layout=layout)
-    weights = quantize_model(model, None, recipe).weights
-    save_quantized(folder, load_hf_config(source), plain, weights, recipe)
-    copy_tokenizer(source, folder)
-    return folder
+def rounded(source: Path, folder: Path) -> list[Path]:
+    """The model in 4 bits by plain rounding (speed is GPTQ's): as the quickstart stores it, and
+    with zero points, groups of 32 and scales of 11 bits."""
+    layouts = {
+        "symmetric-g64": GPTQFormat(group_size=64),
+        "asymmetric-g32": GPTQFormat(group_size=32, symmetric=False),
+    }
+    plain = state_tensors(open_model(source, "float32", "cpu").model)
+    for name, layout in layouts.items():
+        model = open_model(source, "float32", "cpu").model
+        recipe = Recipe(method="rtn", layout=layout, exact_bf16_scales=layout.symmetric)
+        weights = quantize_model(model, None, recipe).weights
+        save_quantized(folder / name, load_hf_config(source), plain, weights, recipe)
+        copy_tokenizer(source, folder / name)
+    return [folder / name for name in layouts]
 
 
 class _Clock:
@@ -240,8 +247,8 @@ class _Clock:
         return None
 
 
-def peer_decode(model: Any, args: argparse.Namespace) -> tuple[float, list[float]]:
-    ids = torch.tensor([[(17 * i + 3) % 1000 + 1 for i in range(args.prompt_tokens)]])
+def peer_decode(model: Any, args: argparse.Namespace, turn: int) -> tuple[float, list[float]]:
+    ids = torch.tensor([prompt_of(args, turn)])
     clock = _Clock()
     with torch.inference_mode():
         model.generate(

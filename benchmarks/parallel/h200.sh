@@ -75,7 +75,7 @@ one() { # one GPU: two at a time where there are two
 }
 
 train() { # the command itself, by torchrun: some steps, then more under another layout
-    local folder=$LOGS/train flags shape=(--model.preset small --data.seqlen 2048 --dtype bfloat16)
+    local folder=$LOGS/train flags shape=(--model.preset smollm2-135m --data.seqlen 2048 --dtype bfloat16)
     [ -n "${TINY:-}" ] && shape=(--model.preset tiny --data.seqlen 64)
     rm -rf "$folder" && mkdir -p "$folder"
     cat "$ROOT"/docs/*.md "$ROOT"/ridgeline/*/*.py >"$folder/text.txt"
@@ -85,7 +85,7 @@ train() { # the command itself, by torchrun: some steps, then more under another
         --checkpoint.every-steps 10 --log.every-steps 5
         --checkpoint.accept-changes)
     local torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS" --master-addr 127.0.0.1)
-    for layout in "--layout.dp-shard $GPUS" "--layout.dp-shard $((GPUS / 2)) --layout.tp 2 --layout.sequence-parallel"; do
+    for layout in "--layout.dp-shard $GPUS" "--layout.dp-shard $((GPUS / 2)) --layout.pp 2"; do
         timeout -k 40 90 "${torchrun[@]}" --master-port $((20000 + RANDOM % 20000)) -m ridgeline train \
             "${flags[@]}" "${shape[@]}" $layout >>"$LOGS/train.log" 2>&1
         echo "== train $layout: exit code $?"

@@ -18,6 +18,7 @@ from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
+from ridgeline.engine.host_decode import head_in_bags
 from ridgeline.engine.load import choose_device, run_dtype
 from ridgeline.engine.paged import FP8, page_tokens_of
 from ridgeline.engine.weights import Shard
@@ -254,9 +255,10 @@ def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> in
     for name, parts in layers.items():
         sizes = {part: math.prod(tensors.shape(f"{name}.{part}")) for part in parts}
         packed += sum(4 * size for size in sizes.values())
+    copied = _head_copy_bytes(folder, dtype) if device.type == "cpu" else 0
     if not layers:
         shape = load_config(folder)
-        return shape.num_params() * dtype.itemsize
+        return shape.num_params() * dtype.itemsize + copied
     plain = sum(
         math.prod(tensors.shape(name)) * dtype.itemsize
         for name in tensors
@@ -266,8 +268,14 @@ def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> in
         narrow = dtype == torch.bfloat16 and has_fast_bf16()
         bags = 1.2 if has_bags() else 0.0
         wide = _linear_params(load_config(folder)) * ((2 if narrow else 4) + bags)
-        return plain + packed + int(wide)
+        return plain + packed + int(wide) + copied
     return plain + packed
+
+
+def _head_copy_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Of the head's second layout for one row (host_decode)."""
+    shape = load_config(folder)
+    return shape.vocab_size * shape.hidden_size * dtype.itemsize if head_in_bags(dtype) else 0
 
 
 def _linear_params(shape: DecoderConfig) -> int:

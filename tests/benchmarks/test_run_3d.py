@@ -42,7 +42,7 @@ def test_every_part_runs_and_writes_its_rows(tmp_path):
     speed = [row for row in rows if "median_us" in row]
     checkpoint = [row for row in rows if "checkpoint" in row]
     verified = [row["verify"] for row in rows if "verify" in row]
-    assert len(verified) == 1 and verified[0]["ok"] and verified[0]["error"] < 1e-5
+    assert len(verified) == 2 and all(one["ok"] and one["error"] < 1e-5 for one in verified)
     assert [min(row["links_gbps"].values()) > 0 for row in rows if "links_gbps" in row] == [True]
     assert len(parity) == 1 and parity[0]["parity"]["ok"]
     assert len(speed) == 2 + 2 and len(checkpoint) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from ridgeline.engine import host_decode
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.memory import plan
 from ridgeline.engine.params import SamplingParams
+from ridgeline.engine.weights import Dense
 from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
 from ridgeline.kernels.w4a16 import cpu_bags
 from ridgeline.nn.hf import copy_tokenizer, state_tensors
@@ -70,3 +73,19 @@ def test_joined_layers_in_bf16_are_the_decoders(tmp_path, model_folder):
             own = want.gather(-1, text[0, len(made.prompt_ids) :, None])[:, 0]
             told = torch.tensor([each.logprob for each in choice.logprobs])
             assert (told - own).square().mean().sqrt() < 0.1
+
+
+def test_a_row_of_logits_is_the_matmuls(monkeypatch):
+    """The head's chunked copy against F.linear, a vocabulary that fills no whole chunk."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(host_decode, "has_fast_bf16", lambda: False)
+    head = Dense(torch.randn(200, 64, dtype=torch.bfloat16), None, False)
+    call = host_decode._head(head)
+    assert call is not None
+    x_1C = torch.randn(1, 64)
+    exact = x_1C.to(torch.bfloat16).double() @ head.weight_NK.double().T
+    error = (call(x_1C).double() - exact).abs()
+    assert call(x_1C).shape == (1, 200)
+    assert error.max() <= 2 * (head(x_1C.to(torch.bfloat16)).double() - exact).abs().max() + 1e-6
+    assert host_decode._head(Dense(head.weight_NK.float(), None, False)) is None

@@ -10,6 +10,7 @@ from torch import nn
 
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.formats.gptq import GPTQFormat
+from ridgeline.kernels.w4a16 import cpu, cpu_bags
 from ridgeline.quant.linear import (
     QuantizedLinear,
     concat_rows,
@@ -208,7 +209,16 @@ def test_compiles_whole() -> None:
         (True, torch.float32, 32 * 64 * 4),
     ],
 )
-def test_bytes_read_are_those_of_the_layout_that_is_used(symmetric, dtype, read) -> None:
+@pytest.mark.parametrize("bags", [False, True])
+def test_bytes_read_are_those_of_the_layout_that_is_used(
+    monkeypatch, symmetric, dtype, read, bags
+) -> None:
+    if bags and not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
+    if bags:  # a byte a code with 8 a row, three offsets, scales and shifts in fp32
+        read = 64 * (32 + 8) + 3 * 4 + 2 * 32 * 4 * (1 if symmetric else 2)
     form = GPTQFormat(group_size=32, symmetric=symmetric)
     w_NK = torch.randint(-7, 8, (32, 64)).float()
     w_NK[:, ::32] = 7.5  # scale 1 exactly, so bf16 holds it

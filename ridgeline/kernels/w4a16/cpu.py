@@ -1,7 +1,8 @@
 """W4A16 on a CPU with what PyTorch does well.
 
 Three layouts are made at load, each where it is the fastest:
-- one row: bags of byte codes (cpu_bags), any format, group size and dtype, fp32 inside;
+- one row of a layer that is not small: bags of byte codes (cpu_bags), any format, group size and
+  dtype, fp32 inside;
 - a few rows: PyTorch's int4 packing, which decodes a weight once for all of them. It computes
   (code - 8) * s + z with s, z in the activation's dtype, so it is taken only where that is exact:
   bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Other weights go through the
@@ -44,6 +45,9 @@ class _Int4(NamedTuple):
 
 
 _NUM_BAGS = len(Bags._fields)
+LEAST_WEIGHTS = 1 << 19
+"""Weights of a layer from which `forward` takes the bags: their fixed cost is some 30 us, in which
+a matrix-vector product reads a small layer whole (two busy cores, AVX2, 2026-11-30)."""
 
 
 @functools.cache
@@ -125,8 +129,8 @@ def _int4_of(prepared: Prepared) -> _Int4 | None:
 
 
 def decode_bytes(prepared: Prepared) -> int:
-    """Bytes of the layout that `forward` reads for one row: the bags, else the int4 words with
-    their scales, else the whole widened weight."""
+    """Bytes of the layout for one row: the bags (which the engine's row path reads whatever the
+    layer's size), else the int4 words with their scales, else the whole widened weight."""
     bags = bags_of(prepared)
     if bags is not None:
         return cpu_bags.read_bytes(bags)
@@ -157,9 +161,9 @@ def forward(
         return torch.cat(rows)
     bags, int4 = bags_of(prepared), _int4_of(prepared)
     few = M < rows_for_wide(int4=int4 is not None)
-    if bags is not None and (M == 1 or (few and int4 is None)):
-        rows = [cpu_bags.multiply(row, bags, prepared.n) for row in act_MK.split(1)]
-        out_MN = rows[0] if M == 1 else torch.cat(rows)
+    large = prepared.n * prepared.k >= LEAST_WEIGHTS
+    if bags is not None and large and (M == 1 or (few and int4 is None)):
+        out_MN = _by_bags(act_MK, bags, prepared.n)
         return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
     if int4 is not None and few:
         return _int4(act_MK, int4, prepared, bias_N)
@@ -169,6 +173,13 @@ def forward(
         return F.linear(act_MK, wide_NK)
     acc_MN = F.linear(act_MK.to(wide_NK.dtype), wide_NK).float()
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
+
+
+def _by_bags(act_MK: torch.Tensor, bags: Bags, n: int) -> torch.Tensor:
+    """out_MN in fp32, a row at a time."""
+    if act_MK.shape[0] == 1:
+        return cpu_bags.multiply(act_MK, bags, n)
+    return torch.cat([cpu_bags.multiply(row, bags, n) for row in act_MK.split(1)])
 
 
 def _int4(

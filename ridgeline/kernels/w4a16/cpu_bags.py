@@ -5,10 +5,10 @@
 with act_r the sum of a group's activations and m the middle code. The inner sums are what FBGEMM's
 8-bit embedding bag computes (it is part of PyTorch on x86): the embedding of input k is the codes
 of all outputs, a group of inputs is a bag, the activations are its weights. Codes are kept as
-bytes, CHUNK outputs side by side for all inputs before the next CHUNK, so that memory is read in
-order; a row ends in the two floats 1 and -m that the kernel multiplies and adds.
+bytes, up to CHUNK outputs side by side for all inputs before the next ones, so that memory is read
+in order; a row ends in the two floats 1 and -m that the kernel multiplies and adds.
 
-    table[c K + slot] = codes of outputs c CHUNK ... of the input in that slot, then 1.0, -m
+    table[chunk K + slot] = codes of the chunk's outputs of the input in that slot, then 1.0, -m
 
 Any width up to 8 bits, group size, scale dtype, zero point and act-order; inputs are sorted by
 group at load, so groups of uneven size are bags of uneven size. Bound by N K (1 + 8 / CHUNK) bytes.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ import torch.nn.functional as F
 from ridgeline.formats.base import QuantizedWeight
 
 CHUNK = 96
-"""Outputs side by side: twelve vectors of AVX2, one pass of the kernel. Microseconds for 576 x 3072
-from memory, one thread of an EPYC with AVX2, 2026-11-30: 567 to 592 for 96 to 192, 855 for 256,
-1,628 for whole rows, 861 for PyTorch's int4 kernel, 1,627 for the bf16 linear."""
+"""Most outputs side by side: twelve vectors of AVX2, one pass of the kernel. Microseconds for 576 x
+3072 from memory, one thread of a busy EPYC (AVX2), 2026-11-30: 567 to 592 for 96 to 192, 855 for
+256, 1,628 for whole rows, 861 for PyTorch's int4 kernel, 1,627 for the bf16 linear."""
 _ENDING_BYTES = 8
 
 
@@ -39,7 +40,7 @@ class Bags(NamedTuple):
     """A weight as bags; C chunks of outputs, R groups."""
 
     table: torch.Tensor
-    """uint8 [C K, CHUNK + 8]."""
+    """uint8 [C K, c + 8]."""
     index: torch.Tensor
     """int32 [C K], 0, 1, ...: shared by layers of a size."""
     offsets: torch.Tensor
@@ -78,52 +79,72 @@ def pack(weight: QuantizedWeight) -> Bags:
     """Lay a weight out; bits <= 8."""
     N, K = weight.shape_nk
     R = weight.scale_NR.shape[1]
-    C = -(-N // CHUNK)
+    width = -(-N // (8 * -(-N // CHUNK))) * 8  # at most CHUNK, with little padding
+    C = -(-N // width)
     middle = 2 ** (weight.bits - 1)
     groups_K = weight.groups_K()
     code_NK, order_K = weight.code_NK, torch.empty(0, dtype=torch.int64)
     if weight.group_of_K is not None:
         order_K = torch.argsort(groups_K, stable=True)
         code_NK = code_NK[:, order_K]
-    padded = F.pad(code_NK, (0, 0, 0, C * CHUNK - N), value=middle)
+    padded = F.pad(code_NK, (0, 0, 0, C * width - N), value=middle)
     ending = torch.tensor([1.0, -middle]).view(torch.uint8).expand(C, K, _ENDING_BYTES)
-    table = torch.cat([padded.view(C, CHUNK, K).transpose(1, 2), ending], dim=2)
+    table = torch.cat([padded.view(C, width, K).transpose(1, 2), ending], dim=2)
     starts_R = torch.bincount(groups_K, minlength=R).cumsum(0)
     starts_CR = torch.arange(C)[:, None] * K + starts_R
     shift = torch.empty(0)
     if weight.zero_NR is not None:
-        shift = _by_chunk(middle - weight.zero_NR.float(), C)
+        shift = _by_chunk(middle - weight.zero_NR.float(), width)
     return Bags(
         table=table.reshape(C * K, -1),
         index=_counting(C * K),
         offsets=F.pad(starts_CR.flatten(), (1, 0)).to(torch.int32),
-        scale_CRc=_by_chunk(weight.scale_NR.float(), C),
+        scale_CRc=_by_chunk(weight.scale_NR.float(), width),
         shift_CRc=shift,
         order_K=order_K,
     )
 
 
-def _by_chunk(value_NR: torch.Tensor, C: int) -> torch.Tensor:
+def _by_chunk(value_NR: torch.Tensor, width: int) -> torch.Tensor:
     N, R = value_NR.shape
-    padded = F.pad(value_NR, (0, 0, 0, C * CHUNK - N))
-    return padded.view(C, CHUNK, R).transpose(1, 2).contiguous()
+    padded = F.pad(value_NR, (0, 0, 0, -N % width))
+    return padded.view(-1, width, R).transpose(1, 2).contiguous()
 
 
 def multiply(act_1K: torch.Tensor, bags: Bags, n: int) -> torch.Tensor:
     """out_1N in fp32 of one row."""
-    scale_CRc = bags.scale_CRc
-    C, R, _ = scale_CRc.shape
-    row_1K = act_1K.float()
-    if bags.order_K.numel():
-        row_1K = row_1K[:, bags.order_K]
-    weights = row_1K.expand(C, -1).reshape(-1)
-    sums_CRc = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-        bags.table, bags.index, bags.offsets, False, 0, False, weights, None, True
-    ).view(scale_CRc.shape)
-    if bags.shift_CRc.numel():
-        sums_CRc.addcmul_(_group_sums(row_1K, bags.offsets[: R + 1])[:, None], bags.shift_CRc)
-    out_1N = sums_CRc.mul_(scale_CRc).sum(1).view(1, -1)
-    return out_1N if out_1N.shape[1] == n else out_1N[:, :n]
+    return row_function(bags, n, {})(act_1K.float())
+
+
+def row_function(
+    bags: Bags, n: int, scratch: dict[tuple[int, int], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x_1K fp32 -> out_1N fp32, with as few operations as will do, for whoever calls it often.
+
+    scratch: the callers' own memory for spread activations, shared by layers of a size; two calls
+    on one scratch must not overlap.
+    """
+    table, index, offsets, scale_CRc, shift_CRc, order_K = bags
+    (C, R, width), K = scale_CRc.shape, index.numel() // len(scale_CRc)
+    bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
+    if (C, K) not in scratch:
+        scratch[C, K] = torch.empty(C, K)
+    spread_CK, scale = scratch[C, K], scale_CRc.view(-1, width)
+    weights, group_offsets = spread_CK.view(-1), offsets[: R + 1]
+    symmetric, in_order, padded = not shift_CRc.numel(), not order_K.numel(), C * width != n
+
+    def call(row_1K: torch.Tensor) -> torch.Tensor:
+        if not in_order:
+            row_1K = row_1K[:, order_K]
+        spread_CK.copy_(row_1K)
+        sums = bag(table, index, offsets, False, 0, False, weights, None, True)
+        if not symmetric:
+            per_group = _group_sums(row_1K, group_offsets)
+            sums.view(C, R, width).addcmul_(per_group[:, None], shift_CRc)
+        out_1N = sums.mul_(scale).view(C, R, width).sum(1).view(1, -1)
+        return out_1N[:, :n] if padded else out_1N
+
+    return call
 
 
 def _group_sums(row_1K: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

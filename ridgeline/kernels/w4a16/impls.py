@@ -42,7 +42,7 @@ register(
         refuses=_accepts,
         priority=50,
         module=f"{_PACKAGE}.cpu",
-        summary="PyTorch's int4 matmul for few rows, a matmul on weights widened once above",
+        summary="one row as FBGEMM bags, a few as int4 where exact, many on weights widened once",
     )
 )
 

@@ -59,6 +59,7 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
     monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
+    monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
     weight = make_weight(32, 64, 32, coarse=coarse)
     prepared = op.prepare(weight, BF16)
     calls: list[tuple[str, int]] = []
@@ -75,6 +76,21 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
     row = [("bags", 1)] if bags and not (coarse and fast_bf16) else int4_rows[0]
     few = int4_rows[1] if coarse else [("bags", 1)] * (limit - 1) * bags
     assert calls == row + few
+
+
+def test_a_small_layer_is_not_worth_the_bags(monkeypatch) -> None:
+    """One row of a small layer of any format: the wide matmul; of a large one: bags."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 96 * 128)
+    calls: list[int] = []
+    multiply = cpu_bags.multiply
+    monkeypatch.setattr(cpu_bags, "multiply", lambda *a: calls.append(a[2]) or multiply(*a))
+    for n in (80, 96):
+        weight = make_weight(n, 128, 64, symmetric=False)
+        out = op.w4a16_linear(torch.eye(128)[5:6], op.prepare(weight, torch.float32))
+        assert torch.equal(out[0], weight.dequantize()[:, 5])
+    assert calls == [96]
 
 
 def test_bags_hold_every_width_and_uneven_groups() -> None:
@@ -113,7 +129,7 @@ def test_bags_are_as_good_as_a_matmul_in_fp32(symmetric) -> None:
 def test_layers_of_a_size_share_the_index() -> None:
     first, second = (cpu_bags.pack(make_weight(48, 64, 32)) for _ in range(2))
     assert first.index.data_ptr() == second.index.data_ptr()
-    assert cpu_bags.read_bytes(first) < 1.35 * 96 * 64
+    assert cpu_bags.read_bytes(first) < 1.35 * 48 * 64
 
 
 @pytest.mark.parametrize("m", [1, 15, 40])

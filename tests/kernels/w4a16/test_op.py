@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.core.arch import pretend
 from ridgeline.core.registry import impls, refusal
-from ridgeline.kernels.w4a16 import op
+from ridgeline.kernels.w4a16 import cpu, op
 from ridgeline.kernels.w4a16.ref import w4a16_ref
 
 from .weights import make_weight
@@ -23,6 +23,12 @@ KINDS = [
     for act_order in (False, True)
     for coarse in (False, True)
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_layers_count(monkeypatch) -> None:
+    """The CPU's layout for one row is taken for the small layers of this file too."""
+    monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
 
 
 def accepts(impl: str, weight, dtype: torch.dtype) -> bool:
