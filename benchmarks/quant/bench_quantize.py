@@ -2,15 +2,18 @@
 memory.
 
     python benchmarks/quant/bench_quantize.py                       # symmetric: rtn and gptq
-    python benchmarks/quant/bench_quantize.py --final               # all methods: about 14 min
-    python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # about 40 min on two idle cores
+    python benchmarks/quant/bench_quantize.py --final               # all methods: about 15 min
+    python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # about 37 min on two idle cores
+    python benchmarks/quant/bench_quantize.py --final --peers       # llm-compressor, GPTQModel too
 
 Protocol: weights in fp32; Wikipedia leads, the last fifth of the characters for the test (first
 `--windows` non-overlapping windows of 1,024 tokens), the first half for calibration (`--sequences`
 random blocks of `--length` tokens). The baseline is plain rounding of the same symmetry (symmetric
 scale absmax / 7.5); `fraction` is our increase of perplexity over the baseline's. One row a run is
-appended to benchmarks/results/<device>/quantize.jsonl as it is measured; the last line of stdout is
-JSON: each method's mean fraction, with its least and most over the seeds.
+appended to benchmarks/results/<device>/quantize.jsonl as it is measured, seed by seed, so that what
+is done counts when it is stopped; the last line of stdout is JSON: the mean fractions, with
+the least and most over the seeds. Peers run in environments of their own (peers.py), on the same
+tokens, and are scored through our readers by the same pass.
 """
 
 from __future__ import annotations

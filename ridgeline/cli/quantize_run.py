@@ -150,6 +150,7 @@ def _shape(job: Job) -> RunShape:
         batch_tokens=config.batch_sequences * config.sequence_tokens,
         held_out_tokens=0 if held_out is None else -(-held_out.numel() // job.ranks.world),
         itemsize=model.dtype.itemsize,
+        stored_itemsize=torch_dtype(job.recipe.plain_dtype or "float16").itemsize,
     )
 
 

@@ -78,6 +78,8 @@ class RunShape:
     held_out_tokens: int
     itemsize: int
     """Bytes of a weight and of an activation while it runs."""
+    stored_itemsize: int = 2
+    """Bytes of a parameter outside the blocks in the source's files; the folder takes it over."""
     held_blocks: int = 1
     """Blocks whose weights are in memory at once: one where they are streamed, all of a model in
     memory."""
@@ -140,7 +142,7 @@ def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Predi
         device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring),
         seconds=_seconds(shape, recipe, device, rates),
         work_bytes=packed + 2 * hidden,
-        out_bytes=packed + 2 * shape.outer_parameters,
+        out_bytes=packed + shape.stored_itemsize * shape.outer_parameters,
     )
 
 
