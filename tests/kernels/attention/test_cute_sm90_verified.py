@@ -15,7 +15,7 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 H200 = KNOWN["sm90"]
 BASE = AttentionProblem(
-    batch=2, seqlen_q=64, seqlen_k=64, heads=4, kv_heads=2, head_dim=128, head_dim_v=128
+    batch=2, seqlen_q=64, seqlen_k=128, heads=4, kv_heads=2, head_dim=128, head_dim_v=128
 )
 BACKWARD = replace(BASE, direction="bwd")
 UNVERIFIED = [
@@ -52,6 +52,24 @@ def test_what_has_not_run_is_taken_on_request(
         assert "not verified on hardware yet" in (bwd.refuses(problem, H200) or "")
     monkeypatch.setenv("RIDGELINE_UNVERIFIED", "1")
     assert bwd.refuses(problem, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"seqlen_k": 64}, "no multiple of 128"),
+        ({"seqlen_k": 300, "window_left": 9}, "no multiple of 128"),
+        ({"seqlen_k": 300, "window_right": 1}, "no multiple of 128"),
+        ({"seqlen_k": 300, "causal": True}, None),
+        ({"seqlen_k": 300, "window_right": 0}, None),
+        ({"seqlen_k": 300, "varlen": True}, None),
+        ({"seqlen_k": 384}, None),
+    ],
+)
+def test_keys_behind_the_end_are_hidden_or_refused(change, why, monkeypatch) -> None:
+    monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
+    said = bwd.refuses(replace(BACKWARD, **change), H200)
+    assert said is None if why is None else why in (said or "")
 
 
 def test_every_problem_has_a_row() -> None:
