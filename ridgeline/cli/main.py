@@ -14,6 +14,7 @@ import io
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,9 @@ COMMANDS: dict[str, str] = {
 """Name and one line of each command; `ridgeline.cli.<name>` holds it."""
 
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
+
+_SPEAK_S = 30.0
+"""Longest that a silent rank waits for the end that torchrun brings it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -204,6 +208,8 @@ def _fail(reason: str, code: int, *, debug: bool = False, once: bool = False) ->
     """Say why, and return the exit code. once: every rank of the run says it, so the first does."""
     rank = env.rank()
     if once and rank > 0:
+        if env.has_torchrun():  # it ends all ranks when one has ended: the one that speaks is first
+            time.sleep(_SPEAK_S)
         return code
     if debug:
         traceback.print_exc()

@@ -7,13 +7,13 @@ What the flags alone get wrong is refused before PyTorch is imported.
 from __future__ import annotations
 
 import importlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from ridgeline.cli.command import Command, Result
 from ridgeline.core import env
 from ridgeline.core.errors import bad_value
-from ridgeline.parallel.layout import AXES, check_sizes
+from ridgeline.parallel.layout import AXES, Layout, check_sizes
 from ridgeline.train.config import TrainConfig, require_files
 from ridgeline.train.toml import load_config
 
@@ -79,14 +79,19 @@ def config_file(words: list[str]) -> tuple[TrainConfig | None, list[str]]:
 
 
 def _check_layout_flags(words: list[str], given: dict[str, int]) -> None:
-    """Refuse sizes whose product is wrong before anything that follows from them (the batch)."""
-    sizes = dict(given)
+    """Refuse sizes whose product is wrong before anything that follows from them (the batch), but
+    not before the parser has told of a flag that there is not: a size may be meant by it."""
+    sizes, known = dict(given), {field.name for field in fields(Layout)}
     for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.replace("_", "-").partition("=")
-        axis = name.removeprefix("--layout.").replace("-", "_")
+        name, equals, value = word.partition("=")
+        if not name.startswith("--layout."):
+            continue
+        option = name.removeprefix("--layout.").replace("-", "_")
+        if option not in known and option.removeprefix("no_") not in known:
+            return
         value = value if equals else after
-        if name.startswith("--layout.") and axis in AXES and value.isdecimal():
-            sizes[axis] = int(value)
+        if option in AXES and value.isdecimal():
+            sizes[option] = int(value)
     if all(sizes.values()) and "-h" not in words and "--help" not in words:
         check_sizes(sizes, env.world_size())
 

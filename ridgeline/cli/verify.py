@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result, nothing_kept
 from ridgeline.core import env, progress
-from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.errors import UserError, bad_value, common
 from ridgeline.parallel.layout import Layout, Workload, check_layout
 
 
@@ -97,9 +97,7 @@ def verify(config: VerifyConfig) -> Result:
     try:
         return _verify(config)
     except Exception as error:
-        if env.rank() > 0:  # rank 0 says it; this one only exits with an error
-            raise SystemExit(1 if isinstance(error, UserError) else 2) from None
-        raise
+        raise common(error) from error.__cause__  # rank 0 says it
 
 
 def _verify(config: VerifyConfig) -> Result:

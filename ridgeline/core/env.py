@@ -10,7 +10,7 @@ RIDGELINE_DEBUG        1: kernels check the values of index tensors (page ids, l
 RIDGELINE_UNVERIFIED   1: take Hopper kernels that no GPU run has confirmed yet
                        (kernels/attention/cute_sm90_verified.py)
 RIDGELINE_API_KEY      the key that `ridgeline serve` asks for and `ridgeline bench serve` sends
-RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE   set by torchrun
+RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID   set by torchrun
 TORCH_FR_BUFFER_SIZE, KINETO_LOG_LEVEL, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   PyTorch's own and
                        its libraries', set where they are not (record_collectives, quiet_profiler,
                        stay_on_loopback)
@@ -71,6 +71,11 @@ def local_rank() -> int:
 def world_size() -> int:
     """Number of processes under torchrun; 1 for a single process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_torchrun() -> bool:
+    """Whether torchrun watches this process: when one ends badly, it ends the others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def local_world_size() -> int:

@@ -225,7 +225,7 @@ def test_convert_says_what_kind_of_folder_it_needs(model_folder, in_formats, tmp
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--bits", "3"], "awq: bits must be 4, got 3"),
+        (["--bits", "3"], "bits must be 4 in awq, got 3"),
         (["--act-order", "activation"], "act_order must be static or natural in awq"),
     ],
 )
@@ -319,7 +319,7 @@ def test_calibration_text_that_is_too_short(model_folder, text_file, tmp_path, c
         ),
         (["--damp", "0"], "damping must lie in (0, 1], got 0.0"),
         (["--skip", "("], "pattern must be a regular expression"),
-        (["--sequences", "0"], "sequences and length must be at least 1 and 2"),
+        (["--sequences", "0"], "sequences must be at least 1, got 0"),
     ],
 )
 def test_quantize_refuses_before_it_works(model_folder, text_file, tmp_path, capsys, flags, part):

@@ -42,9 +42,9 @@ def _roles(problem: AttentionProblem) -> bool:
 
 
 def _keys_end_unmasked(problem: AttentionProblem) -> bool:
-    """Zeros that pad the last block of keys have score 0, so P = exp(0 - LSE) for them: infinite for
-    a row whose LSE is below -88, and inf * 0 in dQ is NaN. Only causality, a window's right side
-    or a packed kernel's length hides them from the backward to head dim 128."""
+    """Zeros that pad the last block of keys have score 0, so P = exp(0 - LSE) for them: infinite
+    for a row whose LSE is below -88, and inf * 0 in dQ is NaN. Only causality, a window's right
+    side or a packed kernel's length hides them from the backward to head dim 128."""
     right = problem.window_right
     masked = problem.causal or problem.varlen or (right is not None and right <= 0)
     return _narrow_backward(problem) and not masked and problem.seqlen_k % 128 > 0
