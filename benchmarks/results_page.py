@@ -46,7 +46,8 @@ def page(rows: list[Row]) -> str:
         row = cell.row
         key = (row["gpu_folder"], row["op"], row.get("direction") or "", row["dtype"], cell.impl)
         groups.setdefault(key, []).append(cell)
-    parts = [INTRO] + [section(key, groups[key]) for key in sorted(groups)]
+    order = sorted(groups, key=lambda key: (key[0] == "cpu", key))  # GPUs before CPUs
+    parts = [INTRO] + [section(key, groups[key]) for key in order]
     for title, table in (
         ("Quantization", quantize_table(rows)),
         ("Training", train_table(rows)),

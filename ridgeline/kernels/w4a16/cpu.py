@@ -1,14 +1,13 @@
 """W4A16 on a CPU with what PyTorch does well.
 
 Three layouts are made at load, each where it is the fastest:
-- one row of a layer that is not small: bags of byte codes (cpu_bags), any format, group size and
-  dtype, fp32 inside;
-- a few rows: PyTorch's int4 packing, which decodes a weight once for all of them. It computes
-  (code - 8) * s + z with s, z in the activation's dtype, so it is taken only where that is exact:
-  bf16 activations, 4 bits, symmetric, scales that bf16 holds exactly. Other weights go through the
-  bags row by row;
+- a few rows: PyTorch's int4 packing, which decodes a weight once for all of them and reads half the
+  bytes of the next. It computes (code - 8) * s + z with s, z in the activation's dtype, so it is
+  taken only where that is exact: bf16 activations, 4 bits, symmetric, scales that bf16 holds;
+- a few rows of any other weight that is not small: bags of byte codes (cpu_bags), row by row, any
+  format, group size and dtype, fp32 inside. The engine's row path takes bags for all weights, since
+  it stays in fp32 from norm to residual (not on a CPU with bf16 instructions and an int4 weight);
 - many rows: the weight widened once, and a plain matmul.
-A CPU with bf16 instructions, whose int4 kernel is vectorised better, takes int4 for one row too.
 Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
 one row, bf16 ahead from 16 rows. AVX2: docs/w4a16.md (bf16 is emulated there for more than one
 row, so the wide weight is float32).
@@ -153,8 +152,8 @@ def forward(
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """One row through the bags, few through the int4 kernel where the weight allows, else a matmul
-    on the wide weight."""
+    """Few rows through the int4 kernel where the weight allows, else through the bags; many through
+    a matmul on the wide weight."""
     M = act_MK.shape[0]
     if batch_invariant and M > 1:
         rows = [forward(row, prepared, bias_N) for row in act_MK.split(1)]
@@ -162,11 +161,11 @@ def forward(
     bags, int4 = bags_of(prepared), _int4_of(prepared)
     few = M < rows_for_wide(int4=int4 is not None)
     large = prepared.n * prepared.k >= LEAST_WEIGHTS
-    if bags is not None and large and (M == 1 or (few and int4 is None)):
-        out_MN = _by_bags(act_MK, bags, prepared.n)
-        return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
     if int4 is not None and few:
         return _int4(act_MK, int4, prepared, bias_N)
+    if bags is not None and large and few:
+        out_MN = _by_bags(act_MK, bags, prepared.n)
+        return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
     wide_NK = prepared.tensors[0]
     simple = bias_N is None and not prepared.silu_mul
     if wide_NK.dtype == act_MK.dtype and simple:

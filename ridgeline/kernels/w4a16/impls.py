@@ -42,7 +42,7 @@ register(
         refuses=_accepts,
         priority=50,
         module=f"{_PACKAGE}.cpu",
-        summary="one row as FBGEMM bags, a few as int4 where exact, many on weights widened once",
+        summary="a few rows as int4 where exact, else as FBGEMM bags; many on weights widened once",
     )
 )
 

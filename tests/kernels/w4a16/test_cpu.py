@@ -54,7 +54,7 @@ def test_act_order_with_unequal_groups_is_not_taken() -> None:
 @pytest.mark.parametrize("bags", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
-    """One row: bags, or int4 where bf16 is native; a few: int4 where it is exact; many: wide."""
+    """A few rows: int4 where it is exact, else bags; many: wide."""
     if bags and not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
@@ -73,7 +73,7 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
         assert torch.equal(out.T, weight.dequantize(BF16)[:, :rows])
     int4_rows = [("int4", 1)] * coarse, [("int4", limit - 1)] * coarse
-    row = [("bags", 1)] if bags and not (coarse and fast_bf16) else int4_rows[0]
+    row = int4_rows[0] if coarse or not bags else [("bags", 1)]
     few = int4_rows[1] if coarse else [("bags", 1)] * (limit - 1) * bags
     assert calls == row + few
 
