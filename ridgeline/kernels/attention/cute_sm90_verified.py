@@ -27,6 +27,8 @@ class Feature:
     """Whether a problem needs it."""
     run: str | None
     """The GPU run that confirmed it, or None."""
+    packed: bool = False
+    """Only where the heads of a group are packed into a tile of few queries."""
 
 
 def _wide(problem: AttentionProblem) -> bool:
@@ -55,6 +57,22 @@ FEATURES = (
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
+    ),
+    Feature(
+        what="forward with used lengths, left padding or rows of a cache by index",
+        uses=lambda p: p.direction == "fwd" and (p.seqused or p.leftpad or p.kv_batch_idx),
+        run=None,
+    ),
+    Feature(
+        what="forward of a paged cache",
+        uses=lambda p: p.direction == "fwd" and p.page_size is not None,
+        run=None,
+    ),
+    Feature(
+        what="forward of few queries: heads of a group packed into a tile, keys split",
+        uses=lambda p: p.direction == "fwd",
+        run=None,
+        packed=True,
     ),
     Feature(
         what="backward to head dim 128, dense and packed: causal, windows, sinks, grouped heads",
@@ -89,12 +107,13 @@ FEATURES = (
 )
 
 
-def why_unverified(problem: AttentionProblem) -> str | None:
-    """Why a problem is refused that the kernels could take, or None."""
+def why_unverified(problem: AttentionProblem, packed: bool = False) -> str | None:
+    """Why a problem is refused that the kernels could take, or None. packed: by the kernel that
+    packs the heads of a group, of few queries."""
     if env.unverified():
         return None
     for feature in FEATURES:
-        if feature.run is None and feature.uses(problem):
+        if feature.run is None and feature.uses(problem) and packed >= feature.packed:
             return f"{feature.what}: not verified on hardware yet (RIDGELINE_UNVERIFIED=1 takes it)"
     return None
 
