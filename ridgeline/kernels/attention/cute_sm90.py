@@ -197,8 +197,10 @@ def problem_of(
         )
     else:
         batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
-    page_size = None
+    page_size, lengths = None, (extras.seqused_q, extras.seqused_k)
     if extras.page_ids_BU is not None:
+        if packed:  # those of keys in pages are always given
+            lengths = lengths[:1]
         page_size = k.shape[1]
         longest_k = extras.page_ids_BU.shape[1] * page_size
     return AttentionProblem(
@@ -216,7 +218,7 @@ def problem_of(
         softcap=options.softcap,
         sinks=extras.sinks_H is not None,
         varlen=packed,
-        seqused=extras.seqused_q is not None or extras.seqused_k is not None,
+        seqused=any(used is not None for used in lengths),
         page_size=page_size,
         leftpad=extras.leftpad_k is not None,
         kv_batch_idx=extras.kv_batch_idx is not None,

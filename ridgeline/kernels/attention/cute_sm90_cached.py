@@ -46,6 +46,8 @@ class Cached:
             part_lse = out.new_empty(self.part_shape[:3], dtype=torch.float32)
         if self.seqused:
             used_q, used_k = extras.seqused_q, extras.seqused_k
+            if used_k is None and extras.page_ids_BU is not None:
+                used_k = _packed_lengths(extras)
             used_q = _whole(self.batch, out.device) if used_q is None else used_q.contiguous()
             used_k = _whole(self.batch, out.device) if used_k is None else used_k.contiguous()
         pages = extras.page_ids_BU
@@ -83,10 +85,16 @@ def cached(
     plan = Cached(
         batch=problem.batch,
         part_shape=(rows, problem.heads, count, v.shape[-1]) if count > 1 else None,
-        seqused=problem.seqused,
+        seqused=traits.seqused,
     )
     row_tiles = -(-rows_of(problem) // rows_per_block(config))
     return plan, (traits, config), (count, row_tiles)
+
+
+def _packed_lengths(extras: AttentionExtras) -> torch.Tensor | None:
+    """What cu_seqlens_k says of keys in pages."""
+    starts = extras.cu_seqlens_k
+    return None if starts is None else starts[1:] - starts[:-1]
 
 
 def _whole(batch: int, device: torch.device) -> torch.Tensor:

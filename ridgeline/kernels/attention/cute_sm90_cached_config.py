@@ -47,7 +47,7 @@ class CachedTraits(ForwardTraits):
     """What changes the code beside what changes the other forward's.
 
     varlen: queries are packed, and so are keys without pages. seqused: the lengths used of queries
-    and keys are both given.
+    and keys are both given; always of packed queries on pages, whose keys' lengths those are.
     """
 
     leftpad: bool = False
@@ -154,7 +154,7 @@ def cached_traits(problem: AttentionProblem, arch: Arch, num_splits: int = 0) ->
         softcap=problem.softcap > 0,
         sinks=problem.sinks,
         varlen=problem.varlen,
-        seqused=problem.seqused,
+        seqused=problem.seqused or (problem.varlen and problem.page_size is not None),
         leftpad=problem.leftpad,
         kv_rows=problem.kv_batch_idx,
         split=(num_splits or splits(problem, arch)) > 1,

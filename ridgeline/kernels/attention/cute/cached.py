@@ -147,7 +147,7 @@ class CachedForward:
                 mQ.shape[0],
                 capacity_k,
                 cu_seqlens_q,
-                cu_seqlens_k,
+                None if self.loads.paged else cu_seqlens_k,
                 seqused_q,
                 seqused_k,
                 leftpad_k,

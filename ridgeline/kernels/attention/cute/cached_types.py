@@ -59,6 +59,7 @@ class Places:
     """Keys that a sequence of a dense call, or its pages, can have."""
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    """None also where keys are in pages: seqused_k has their lengths."""
     seqused_q: Any
     seqused_k: Any
     leftpad_k: Any
@@ -71,6 +72,7 @@ class Places:
         if cutlass.const_expr(self.cu_seqlens_q is not None):
             offset_q = self.cu_seqlens_q[batch]
             stored_q = self.cu_seqlens_q[batch + 1] - offset_q
+        if cutlass.const_expr(self.cu_seqlens_k is not None):
             offset_k = self.cu_seqlens_k[batch]
             seqlen_k = self.cu_seqlens_k[batch + 1] - offset_k
         seqlen_q = stored_q
