@@ -199,10 +199,14 @@ def run_together(
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
     """Key/value heads whose queries, output gradients and fp32 dQ stay in L2 together: a power of
-    two; 1 where all blocks of a head are equally long, or must run one head after the other."""
+    two; 1 where all blocks of a head are equally long, or must run one head after the other.
+    Deterministic, to head dim 64, two heads' turns interleave: measured 471 TFLOP/s for 447."""
     bounded = problem.window_right is not None or problem.window_left is not None
-    if problem.deterministic or not (problem.causal or bounded):
+    if not (problem.causal or bounded):
         return 1
+    if problem.deterministic:
+        small = max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap
+        return 2 if small else 1
     row_bytes = itemsize_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v)
     row_bytes += 4 * problem.head_dim
     head_bytes = problem.seqlen_q * row_bytes * problem.heads / max(1, problem.kv_heads)

@@ -16,6 +16,7 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 _FIRST = "H200, 2026-11-29, direct calls"
 _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
+_ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +75,17 @@ FEATURES = (
     Feature(
         what="backward of head dims beyond 128, dense",
         uses=lambda p: _roles(p) and _wide(p),
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward with softcap, dense",
         uses=lambda p: _roles(p) and p.softcap > 0,
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward of head dims beyond 128 or with softcap, deterministic",
         uses=lambda p: _roles(p) and p.deterministic,
-        run=None,
+        run=_ROLES,
     ),
 )
 

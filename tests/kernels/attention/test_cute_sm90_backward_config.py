@@ -81,12 +81,9 @@ def test_invalid_tiles_say_why(change: dict, why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"softcap": 30.0}, "softcap"),
         ({"dropout": True}, "dropout"),
         ({"seqused": True}, "seqused"),
         ({"page_size": 16}, "paged"),
-        ({"head_dim": 256, "head_dim_v": 256}, "not verified on hardware yet"),
-        ({"head_dim": 192}, "not verified on hardware yet"),
         ({"head_dim": 192, "varlen": True}, "no backward tile"),
         ({"softcap": 30.0, "varlen": True}, "no backward tile"),
         ({"seqlen_q": 0}, "empty"),
@@ -105,3 +102,10 @@ def test_a_head_runs_at_once_only_if_it_fits_the_device() -> None:
     assert not cfg.run_together(replace(ordered, varlen=True), config, H200)
     assert cfg.heads_per_section(replace(ordered, causal=True), H200) == 1
     assert cfg.heads_per_section(replace(BASE, causal=True), H200) > 1
+
+
+def test_two_heads_turns_interleave_only_where_no_block_can_wait_for_one_not_started() -> None:
+    small = replace(BASE, head_dim=64, head_dim_v=64, deterministic=True)
+    assert cfg.heads_per_section(replace(small, causal=True), H200) == 2
+    assert cfg.heads_per_section(replace(small, window_left=9), H200) == 2
+    assert cfg.heads_per_section(small, H200) == 1
