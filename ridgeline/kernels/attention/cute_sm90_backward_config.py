@@ -32,6 +32,8 @@ REGISTER_FILE = 65536
 RESERVED_REGISTERS = 32
 """Addresses, loop state and statistics beside accumulators: with fewer, ptxas drops setmaxnreg or
 waits after every product."""
+HELPER_REGISTERS = 24
+"""A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -79,6 +81,9 @@ class BackwardConfig:
     """Deterministic: when a block hands its turn at a tile of dQ on. That waits for its additions
     to arrive; after the next loads were issued, or when the next step's dS has come, it waits less.
     """
+    helpers: bool = False
+    """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
+    on, so that the warpgroup of dQ does nothing but compute and add."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -109,10 +114,11 @@ def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
 def registers(config: BackwardConfig) -> tuple[int, int]:
     """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what
     the block was launched with; asking for one more blocks forever."""
-    warpgroups = config.num_warpgroups + 1
+    warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    return other, min(240, (at_launch * warpgroups - other) // config.num_warpgroups // 8 * 8)
+    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
+    return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
 def accumulator_registers(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
