@@ -132,7 +132,7 @@ class Queries:
                     if cute.arch.lane_idx() == 0:
                         # Cumulative: the barrier orders the other threads' additions before it.
                         cute.arch.fence_acq_rel_gpu()
-                        self._count(tensors, work, step)
+                        self._count(tensors, work, step, "relaxed")
                         shared.added_ring.release(step)
                     cute.arch.sync_warp()
 
@@ -256,15 +256,15 @@ class Queries:
             cute.arch.fence_acq_rel_gpu()
             self._other_barrier()
             if cute.arch.thread_idx()[0] == 0:
-                self._count(tensors, work, step)
+                self._count(tensors, work, step, "release")
 
     @cute.jit
-    def _count(self, tensors: Globals, work: Work, step: Int32):
-        """One thread."""
+    def _count(self, tensors: Globals, work: Work, step: Int32, order: cutlass.Constexpr[str]):
+        """One thread; relaxed suffices right behind its own fence."""
         head, block = work.at(step)
         tile = work.first_tile(tensors, self.config.block_q) + block
         counter = tensors.turns[tile, head, None].iterator
-        cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+        cute.arch.atomic_add(counter, Int32(1), sem=order, scope="gpu")
 
     @cute.jit
     def _add_dq_bulk(self, shared: Shared, values: cute.Tensor, target, thread: Int32):
