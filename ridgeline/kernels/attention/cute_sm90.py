@@ -35,12 +35,9 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as backward_section,
 )
-from ridgeline.kernels.attention.cute_sm90_config import (
-    forward_config,
-    forward_traits,
-    heads_per_section,
-    padded,
-)
+from ridgeline.kernels.attention.cute_sm90_cached import Cached, cached
+from ridgeline.kernels.attention.cute_sm90_cached_config import forward_key, takes
+from ridgeline.kernels.attention.cute_sm90_config import heads_per_section, padded
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
@@ -74,6 +71,10 @@ def forward(
     if q.shape[0] == 0:
         return out, lse
     stream = _stream(plan.device)
+    if plan.cached is not None:
+        arguments = plan.cached.arguments(plan.readable(q, k, v), out, lse, extras)
+        _launch(plan, stream, (*arguments, *plan.numbers))
+        return out, lse
     _launch(
         plan,
         stream,
@@ -192,6 +193,12 @@ def problem_of(
         )
     else:
         batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
+    page_size, lengths = None, (extras.seqused_q, extras.seqused_k)
+    if extras.page_ids_BU is not None:
+        if packed:  # those of keys in pages are always given
+            lengths = lengths[:1]
+        page_size = k.shape[1]
+        longest_k = extras.page_ids_BU.shape[1] * page_size
     return AttentionProblem(
         batch=batch,
         seqlen_q=longest_q,
@@ -207,7 +214,10 @@ def problem_of(
         softcap=options.softcap,
         sinks=extras.sinks_H is not None,
         varlen=packed,
-        seqused=extras.seqused_k is not None,
+        seqused=any(used is not None for used in lengths),
+        page_size=page_size,
+        leftpad=extras.leftpad_k is not None,
+        kv_batch_idx=extras.kv_batch_idx is not None,
     )
 
 
@@ -240,7 +250,7 @@ def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
         if problem.direction == "bwd":
             key = backward_traits(problem), backward_config(problem, arch)
         else:
-            key = forward_traits(problem), forward_config(problem, arch)
+            key = forward_key(problem, arch)
         files.append(library.compile_kernel(*key))
     return files
 
@@ -268,6 +278,8 @@ class Plan:
     """What a call allocates: one element each, expanded, as empty_like takes half of the time of a
     new shape."""
     together: int = 0
+    cached: Cached | None = None
+    """What a forward by the kernel of caches needs beside."""
 
     def readable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors, or copies where TMA cannot read their strides or address."""
@@ -298,7 +310,10 @@ def _planned(
         options,
         packed,
         extras.sinks_H is None,
-        extras.seqused_k is None,
+        extras.seqused_q is None and extras.seqused_k is None,
+        extras.leftpad_k is None,
+        extras.kv_batch_idx is None,
+        None if extras.page_ids_BU is None else extras.page_ids_BU.shape,
     )
     plan = _plans.get(key)
     if plan is None:
@@ -332,9 +347,14 @@ def _plan(
     if direction == "fwd":
         shape = (*q.shape[:-1], v.shape[-1])
         lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
+        key, last = forward_key(problem, arch), (heads_per_section(problem, arch), arch.num_units)
+        more = None
+        if takes(problem):
+            more, key, last = cached(q, v, problem, arch, options.num_splits)
         return Plan(
-            kernel=library.kernel(forward_traits(problem), forward_config(problem, arch)),
-            numbers=(*scalars, heads_per_section(problem, arch), arch.num_units),
+            kernel=library.kernel(*key),
+            numbers=(*scalars, *last),
+            cached=more,
             out=_like(q, shape, q.dtype),
             lse=_like(q, lse_shape, torch.float32),
             **common,
