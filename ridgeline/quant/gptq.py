@@ -369,9 +369,7 @@ class _Solver:
         scale_RN = refit_scales(target_KN, codes_KN, damped_KK, self.group_size, self.scale_RN)
         self.scale_RN = self.spec.store(scale_RN)
 
-    def results(
-        self, signed_KN: torch.Tensor
-    ) -> list[tuple[QuantizedWeight, LayerReport]]:
+    def results(self, signed_KN: torch.Tensor) -> list[tuple[QuantizedWeight, LayerReport]]:
         """Undo the order, split the stack, measure."""
         order, spec = self.factor.order_K, self.spec
         zero = spec.middle if spec.symmetric else self.zero_RN[self.step_group_K]
