@@ -37,6 +37,9 @@ _SMALLEST, _LEAST_STEP = 1e-4, 1e-30
 _JUDGED_RANGE = 0.9
 """Of the plain range, in which candidates are rounded: near what the search for ranges takes."""
 
+_CHECKED = 2
+"""Tokens that the winner is checked on, to those of the search."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldReport:
@@ -83,13 +86,18 @@ def take_sample(batch: Batch, search_tokens: int) -> Sample:
     least = _sequences_for(batch, 0, search_tokens)
     half = max(least, count // 2)
     more = batch.sequences(least, half) if half > least else None
-    check = batch
-    if half < count:
-        check = batch.sequences(half, half + _sequences_for(batch, half, 4 * search_tokens))
-    first = batch.sequences(0, least)
-    if first.cu_seqlens is None and least == 1:  # what follows has no part in what is before it
-        first = Batch(x=first.x[:, :search_tokens])
+    first = _cut(batch.sequences(0, least), search_tokens)
+    if half == count:
+        return Sample(first=first, more=more, check=batch)
+    enough = half + _sequences_for(batch, half, _CHECKED * search_tokens)
+    check = _cut(batch.sequences(half, enough), _CHECKED * search_tokens)
     return Sample(first=first, more=more, check=check)
+
+
+def _cut(batch: Batch, tokens: int) -> Batch:
+    """The first tokens of a single sequence: what follows has no part in what is before it."""
+    alone = batch.cu_seqlens is None and batch.count == 1
+    return Batch(x=batch.x[:, :tokens]) if alone else batch
 
 
 def _sequences_for(batch: Batch, start: int, tokens: int) -> int:
