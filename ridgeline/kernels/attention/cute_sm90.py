@@ -67,8 +67,7 @@ def forward(
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
     plan = _planned("fwd", (q, k, v), options, extras)
-    out = torch.empty_like(q) if plan.alike else q.new_empty(plan.out_shape)
-    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    out, lse = torch.empty_like(plan.out), torch.empty_like(plan.lse)
     if q.shape[0] == 0:
         return out, lse
     stream = _stream(plan.device)
@@ -118,11 +117,8 @@ def backward(
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     else:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
-    dq_sum = q.new_empty(plan.dq_sum_shape, dtype=torch.float32)
-    turns = None
-    if options.deterministic:
-        turns = q.new_empty((*plan.dq_sum_shape[:2], 1), dtype=torch.int32)
+    statistics, dq_sum = torch.empty_like(plan.statistics), torch.empty_like(plan.dq_sum)
+    turns = torch.empty_like(plan.turns) if options.deterministic else None
     _launch(
         plan,
         _stream(plan.device),
@@ -273,13 +269,14 @@ class Plan:
     """Which of the tensors that TMA reads have strides it cannot."""
     contiguous: bool
     """q, k and v are."""
-    alike: bool = False
-    """The output has q's shape and strides."""
-    out_shape: tuple[int, ...] = ()
-    lse_shape: tuple[int, ...] = ()
+    out: Any = None
+    lse: Any = None
     config: BackwardConfig | RolesConfig | None = None
-    statistics_shape: tuple[int, ...] = ()
-    dq_sum_shape: tuple[int, ...] = ()
+    statistics: Any = None
+    dq_sum: Any = None
+    turns: Any = None
+    """What a call allocates: one element each, expanded, as empty_like takes half of the time of a
+    new shape."""
     together: int = 0
     cached: Cached | None = None
     """What a forward by the kernel of caches needs beside."""
@@ -349,6 +346,7 @@ def _plan(
     }
     if direction == "fwd":
         shape = (*q.shape[:-1], v.shape[-1])
+        lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
         key, last = forward_key(problem, arch), (heads_per_section(problem, arch), arch.num_units)
         more = None
         if takes(problem):
@@ -357,32 +355,38 @@ def _plan(
             kernel=library.kernel(*key),
             numbers=(*scalars, *last),
             cached=more,
-            alike=shape == tuple(q.shape) and q.is_contiguous(),
-            out_shape=shape,
-            lse_shape=(q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1]),
+            out=_like(q, shape, q.dtype),
+            lse=_like(q, lse_shape, torch.float32),
             **common,
         )
     config = backward_config(problem, arch)
-    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
     if problem.varlen:
-        tiles = q.shape[0] // config.block_q + problem.batch
+        num_tiles = q.shape[0] // config.block_q + problem.batch
+    tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),
         config=config,
-        statistics_shape=(tiles, problem.heads, ROW_STATISTICS * config.block_q),
-        dq_sum_shape=(tiles, problem.heads, config.block_q * padded(problem.head_dim)),
+        statistics=_like(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
+        dq_sum=_like(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
+        turns=_like(q, (*tiles, 1), torch.int32),
         together=int(run_together(problem, config, arch)),
         **common,
     )
+
+
+def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What empty_like makes contiguous tensors of this shape of, on the tensor's device."""
+    return torch.empty(1, dtype=dtype, device=tensor.device).expand(shape)
 
 
 def _launch(plan: Plan, stream: int, arguments: tuple[Any, ...]) -> None:
     """Kernels go to PyTorch's current stream of the tensors' device."""
     before = ffi._env_set_current_stream(_CUDA, plan.device, stream)
     try:
-        if torch.cuda.current_device() == plan.device:
+        if torch._C._cuda_getDevice() == plan.device:
             plan.kernel(*arguments)
         else:
             with torch.cuda.device(plan.device):

@@ -16,6 +16,8 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 _FIRST = "H200, 2026-11-29, direct calls"
 _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
+_VARIANTS = "H200, 2026-11-30, checks of variants"
+_ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +45,12 @@ def _roles(problem: AttentionProblem) -> bool:
     return problem.direction == "bwd" and not _narrow_backward(problem)
 
 
-def _keys_end_unmasked(problem: AttentionProblem) -> bool:
+def _keys_end_inside(problem: AttentionProblem) -> bool:
     """Zeros that pad the last block of keys have score 0, so P = exp(0 - LSE) for them: infinite
-    for a row whose LSE is below -88, and inf * 0 in dQ is NaN. Only causality, a window's right
-    side or a packed kernel's length hides them from the backward to head dim 128."""
+    for a row whose LSE is below -88, and inf * 0 in dQ would be NaN. Causality hides them, or a
+    window's right side; else the mask of the last block does."""
     right = problem.window_right
-    masked = problem.causal or problem.varlen or (right is not None and right <= 0)
+    masked = problem.causal or (right is not None and right <= 0)
     return _narrow_backward(problem) and not masked and problem.seqlen_k % 128 > 0
 
 
@@ -85,24 +87,24 @@ FEATURES = (
         run=_PUBLIC,
     ),
     Feature(
-        what="backward to head dim 128, dense without causality, keys no multiple of 128",
-        uses=_keys_end_unmasked,
-        run=None,
+        what="backward to head dim 128, without causality, keys no multiple of 128",
+        uses=_keys_end_inside,
+        run=_VARIANTS,
     ),
     Feature(
         what="backward of head dims beyond 128, dense",
         uses=lambda p: _roles(p) and _wide(p),
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward with softcap, dense",
         uses=lambda p: _roles(p) and p.softcap > 0,
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward of head dims beyond 128 or with softcap, deterministic",
         uses=lambda p: _roles(p) and p.deterministic,
-        run=None,
+        run=_ROLES,
     ),
 )
 
