@@ -86,6 +86,7 @@ TINY = replace(
     vocab_size=67,
     hidden_size=32,
     intermediate_size=48,
+    num_layers=4,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
