@@ -311,7 +311,7 @@ def links(run: Run) -> None:
         run.wait()
         rates[name] = moved_bytes * (1 if run.args.tiny else 10) / (time.perf_counter() - start)
         whole.fill_(1.0)
-    told = {name: round(rate / 1e9, 3) for name, rate in rates.items()}
+    told = {name: float(f"{rate / 1e9:.6g}") for name, rate in rates.items()}
     run.say(f"links: GB/s a rank {told}")
     run.write({"model": "links", "links_gbps": told, "bytes": 2 * count * run.ranks})
 

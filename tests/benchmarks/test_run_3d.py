@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from benchmarks.parallel.run_3d import (
     LLAMA_32B,
     RECOMPUTED,
+    Run,
     Trace,
     arguments,
     judged,
@@ -123,14 +125,16 @@ def test_what_is_predicted_to_fit():
     assert kept == sorted(kept, reverse=True) and kept[-1] == 2
 
 
+def _hang(rank: int, said: str) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    run = Run.__new__(Run)
+    run.args, run.cuda = SimpleNamespace(hang_s=0.2), True
+    run.phase()
+    time.sleep(60)
+
+
 def test_a_hang_ends_the_process_with_its_stacks(tmp_path):
-    script = (
-        "import time, types\n"
-        "from benchmarks.parallel.run_3d import Run\n"
-        "run = Run.__new__(Run)\n"
-        "run.args, run.cuda = types.SimpleNamespace(hang_s=0.2), True\n"
-        "run.phase()\n"
-        "time.sleep(60)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1 and "Timeout" in done.stderr
+    said = tmp_path / "said"
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(1, _hang, str(said))
+    assert "Timeout" in said.read_text() and "in _hang" in said.read_text()
