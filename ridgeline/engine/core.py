@@ -2,6 +2,10 @@
 
     step = schedule -> run -> sample -> check what ended -> keep the books
 
+Large greedy steps overlap: where the runner can start a step without its tokens (flight.py), the next
+one is planned and started before the tokens of this one are read, and all of the above but "run"
+happens while the device works. A row whose sequence had ended meanwhile is dropped.
+
 Whatever is wrong with one request (a grammar that raises, a deadline) ends that request; the others
 of its step do not notice. What ends a choice: an end-of-sequence or stop token, a stop string, its
 length, an abort, a deadline.
@@ -18,17 +22,20 @@ import torch
 
 from ridgeline.engine.counters import Counters
 from ridgeline.engine.detokenize import TextStream
+from ridgeline.engine.flight import Flight
 from ridgeline.engine.outputs import Delta, FinishReason, RequestOutput, TokenLogprob, Usage
 from ridgeline.engine.params import Request
 from ridgeline.engine.runner import StepBatch
 from ridgeline.engine.sampler import Row, Sampled, SamplingState, sample
-from ridgeline.engine.scheduler import Scheduler, Work
+from ridgeline.engine.scheduler import Plan, Scheduler, Work
 from ridgeline.engine.sequence import Sequence as Choice
 from ridgeline.engine.sequence import Status, sequences_of
 from ridgeline.engine.speculate import Lookup
 
 Run = Callable[[StepBatch], torch.Tensor | list[int]]
 """Logits of a step's rows, or their likeliest tokens where the batch says `greedy`."""
+Start = Callable[[StepBatch, Sequence[int] | None], Flight | None]
+"""Starts a greedy step (flight.py), or None where it is to be run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,16 @@ class _Live:
 
 
 @dataclass(slots=True, eq=False)
+class _Step:
+    """A step that was started, and what it is for."""
+
+    plan: Plan
+    batch: StepBatch
+    flight: Flight | None
+    start_s: float
+
+
+@dataclass(slots=True, eq=False)
 class _Open:
     """A request that has not ended."""
 
@@ -52,11 +69,21 @@ class _Open:
     started: bool = False
     error: str | None = None
 
+    @property
+    def finished(self) -> bool:
+        if len(self.choices) == 1:
+            return self.choices[0].sequence.status is Status.FINISHED
+        return all(live.sequence.status is Status.FINISHED for live in self.choices)
+
     def usage(self) -> Usage:
+        first = self.choices[0].sequence
+        count = first.num_output
+        if len(self.choices) > 1:
+            count = sum(live.sequence.num_output for live in self.choices)
         return Usage(
-            prompt_tokens=len(self.request.prompt_ids),
-            completion_tokens=sum(live.sequence.num_output for live in self.choices),
-            cached_tokens=self.choices[0].sequence.cached_tokens,
+            prompt_tokens=first.num_prompt,
+            completion_tokens=count,
+            cached_tokens=first.cached_tokens,
         )
 
 
@@ -71,6 +98,7 @@ class EngineCore:
         eos_token_ids: Sequence[int],
         tokenizer: object | None = None,
         counters: Counters | None = None,
+        start: Start | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.scheduler, self.tokenizer = run, scheduler, tokenizer
@@ -78,8 +106,14 @@ class EngineCore:
         self.counters = counters or Counters()
         self.clock = clock
         self.requests: dict[str, _Open] = {}
+        self.ahead: _Step | None = None
+        """Started before it was asked for."""
+        self.used_ahead = 0
         self._order = 0
-        scheduler.drafter = self._draft if scheduler.config.speculate_tokens else None
+        self._last_end_s = 0.0
+        drafts = scheduler.config.speculate_tokens > 0
+        scheduler.drafter = self._draft if drafts else None
+        self.start = None if drafts else start
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -158,32 +192,64 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Compute one step; what it brought each request."""
         outputs = self._expire()
-        plan = self.scheduler.schedule()
-        if not plan.works:
-            return outputs
-        start_s = self.clock()
-        self._count_started(plan.works, start_s)
-        rows = [row for work in plan.works if work.samples for row in self._rows(work)]
-        batch = StepBatch.of(plan, greedy=all(row.takes_likeliest for row in rows))
+        step, self.ahead = self.ahead, None
+        if step is None:
+            plan = self.scheduler.schedule()
+            if not plan.works:
+                return outputs
+            start_s = self.clock()
+            self._count_started(plan.works, start_s)
+            rows = [row for work in plan.works if work.samples for row in self._rows(work)]
+            batch = StepBatch.of(plan, greedy=all(row.takes_likeliest for row in rows))
+            flight = self._start(batch, None)
+            step = _Step(plan, batch, flight, start_s)
+            if flight is None:
+                return outputs + self._finish(step, self._sampled(batch, rows))
+        else:
+            self.used_ahead += 1
+        assert step.flight is not None
+        self.ahead = self._start_next(step)
+        return outputs + self._finish(step, Sampled(step.flight.tokens()))
+
+    def _sampled(self, batch: StepBatch, rows: Sequence[Row]) -> Sampled:
         found = self.run(batch)
         if isinstance(found, list):
-            sampled = Sampled(found, [None] * len(found))
-        else:
-            sampled = sample(found, rows) if rows else Sampled([])
+            return Sampled(found)
+        return sample(found, rows) if rows else Sampled([])
+
+    def _start(self, batch: StepBatch, sources: Sequence[int] | None) -> Flight | None:
+        return None if self.start is None or not batch.greedy else self.start(batch, sources)
+
+    def _start_next(self, step: _Step) -> _Step | None:
+        """The step after one that runs, started; None where its tokens are to be seen first."""
+        plan = self.scheduler.ahead(step.plan)
+        if plan is None:
+            return None
+        row_of = {work.sequence.order: row for row, work in enumerate(step.plan.works)}
+        sources = [row_of[work.sequence.order] for work in plan.works]
+        batch = StepBatch.of(plan, greedy=True)
+        flight = self._start(batch, sources)
+        return None if flight is None else _Step(plan, batch, flight, self.clock())
+
+    def _finish(self, step: _Step, sampled: Sampled) -> list[RequestOutput]:
+        """Take a step's tokens, where their sequences still want them."""
         now_s = self.clock()
         deltas: dict[str, list[Delta]] = {}
         place = new_tokens = 0
-        for work in plan.works:
+        for work in step.plan.works:
             if not work.samples:
                 self.scheduler.commit(work, [])
                 continue
-            count = 1 + len(work.draft)
-            chosen, delta = self._advance(work, sampled, place, now_s)
-            place += count
-            deltas.setdefault(work.sequence.request.request_id, []).append(delta)
-            new_tokens += len(chosen)
-        outputs += [self._output(self.requests[name], found) for name, found in deltas.items()]
-        self.counters.step(batch, new_tokens, now_s, now_s - start_s)
+            if step.flight is None or self.scheduler.is_due(work):
+                chosen, delta = self._advance(work, sampled, place, now_s)
+                deltas.setdefault(work.sequence.request.request_id, []).append(delta)
+                new_tokens += len(chosen)
+            place += 1 + len(work.draft)
+        outputs = [self._output(self.requests[name], found) for name, found in deltas.items()]
+        # Steps overlap: each counts from the end of the one before.
+        seconds = now_s - max(step.start_s, self._last_end_s)
+        self._last_end_s = now_s
+        self.counters.step(step.batch, new_tokens, now_s, seconds)
         return outputs
 
     def _rows(self, work: Work) -> list[Row]:
@@ -212,7 +278,7 @@ class EngineCore:
                 reason = "error"
                 break
             chosen.append(token_id)
-            logprob = sampled.logprobs[place + number]
+            logprob = sampled.logprobs[place + number] if sampled.logprobs else None
             if logprob is not None:
                 told.append(logprob)
             piece, reason = self._ends(live, token_id, sequence.num_output + len(chosen))
@@ -292,7 +358,7 @@ class EngineCore:
         return Delta(index=live.sequence.index, text=live.text.flush(), finish_reason=reason)
 
     def _output(self, opened: _Open, deltas: list[Delta]) -> RequestOutput:
-        finished = all(live.sequence.status is Status.FINISHED for live in opened.choices)
+        finished = opened.finished
         if finished:
             del self.requests[opened.request.request_id]
         return RequestOutput(

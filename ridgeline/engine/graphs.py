@@ -20,6 +20,7 @@ import torch
 
 from ridgeline.engine.device_forward import RowForward
 from ridgeline.engine.forward import Forward
+from ridgeline.engine.numbers import FRONT, StepNumbers
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ EAGER_STEPS = 2
 """Steps of a size before it is recorded."""
 AHEAD_SIZE = 8
 """Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
-NUMBERS = 8
-"""Before a row's pages: token, position, slot, keys, tokens a step (0 in a row of padding); the
-rest is empty, so that the pages start at a multiple of 32 bytes."""
 TRIALS = 5
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
@@ -81,10 +79,9 @@ class DecodeGraphs:
         """Of one sequence's step, by the way it is computed, where there was a choice."""
         self.pool: Any = None
         most, width = GRAPH_SIZES[-1], runner.table_width
-        shape = (most, NUMBERS + width)
-        self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+        self.numbers = StepNumbers(most, width, runner.cache, pinned=self.on_gpu)
+        shape = (most, FRONT + width)
         self.device = torch.zeros(shape, dtype=torch.int32, device=runner.device)
-        self.numpy = self.host.numpy()
         self.host_tokens = torch.zeros(2, AHEAD_SIZE, dtype=torch.int64, pin_memory=self.on_gpu)
         self.arrived: list[Any] = [torch.cuda.Event() if self.on_gpu else None for _ in range(2)]
         self.ahead: Ahead | None = None
@@ -93,7 +90,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop what was recorded: the weights change."""
-        if self.ahead is not None and self.on_gpu:
+        if self.recorded and self.on_gpu:
             torch.cuda.synchronize()  # a graph that runs is not to be taken apart
         self.recorded.clear()
         self.ahead = None
@@ -162,17 +159,8 @@ class DecodeGraphs:
     # ---- a step ------------------------------------------------------------------------------
 
     def _fill(self, batch: StepBatch, size: int) -> None:
-        cache, host = self.runner.cache, self.numpy
-        page = cache.page_tokens
-        for row, (span, token_id) in enumerate(zip(batch.spans, batch.token_ids, strict=True)):
-            position = span.num_keys - 1
-            slot = span.pages[position // page] * page + position % page
-            host[row, :5] = (token_id, position, slot, span.num_keys, 1)
-            host[row, NUMBERS : NUMBERS + len(span.pages)] = span.pages
-        for row in range(len(batch.spans), size):
-            host[row, :5] = (0, 0, cache.num_pages * page, 1, 0)
-            host[row, NUMBERS] = cache.num_pages
-        self.device[:size].copy_(self.host[:size], non_blocking=True)
+        self.numbers.fill(batch.spans, batch.token_ids, size)
+        self.device[:size].copy_(self.numbers.host[:size], non_blocking=True)
 
     def _step(self, size: int, forward: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
         numbers = self.device[:size]
@@ -180,7 +168,7 @@ class DecodeGraphs:
             slots_P=numbers[:, 2].contiguous(),
             num_decoding=size,
             decode_seqlens_B=numbers[:, 3].contiguous(),
-            decode_table_BU=numbers[:, NUMBERS:],
+            decode_table_BU=numbers[:, FRONT:],
         )
         attend = DeviceAttention(self.runner.cache, batch)
         x_PC = forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)

@@ -164,13 +164,25 @@ class Span:
     """Tokens kept after this step, the new ones included."""
 
 
-def slots_of(spans: Sequence[Span], page_tokens: int) -> list[int]:
-    """Where each packed token's keys and values go."""
-    slots: list[int] = []
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
+    """Position of each packed token in its sequence, int64."""
+    if not spans:
+        return np.zeros(0, dtype=np.int64)
+    return np.concatenate([np.arange(s.num_keys - s.rows, s.num_keys) for s in spans])
+
+
+def slots_of(spans: Sequence[Span], page_tokens: int) -> np.ndarray:
+    """Where each packed token's keys and values go, int64."""
+    slots = [np.zeros(0, dtype=np.int64)]
     for span in spans:
-        for position in range(span.num_keys - span.rows, span.num_keys):
-            slots.append(span.pages[position // page_tokens] * page_tokens + position % page_tokens)
-    return slots
+        if span.rows == 1:  # nearly all of them
+            page, offset = divmod(span.num_keys - 1, page_tokens)
+            slots.append(np.array([span.pages[page] * page_tokens + offset]))
+            continue
+        position = np.arange(span.num_keys - span.rows, span.num_keys)
+        own = np.array(span.pages, dtype=np.int64)[position // page_tokens]
+        slots.append(own * page_tokens + position % page_tokens)
+    return np.concatenate(slots)
 
 
 class HostAttention:
@@ -183,7 +195,7 @@ class HostAttention:
 
     def __init__(self, cache: PagedKV, spans: Sequence[Span], *, invariant: bool = False) -> None:
         self.cache = cache
-        self.slots_P = torch.tensor(slots_of(spans, cache.page_tokens), dtype=torch.int64)
+        self.slots_P = torch.from_numpy(slots_of(spans, cache.page_tokens))
         self.spans = [(span, cache.key_slots(span)) for span in spans]
         self.invariant = invariant
 
@@ -323,7 +335,7 @@ class GatheredAttention:
     def __init__(self, cache: PagedKV, spans: Sequence[Span]) -> None:
         self.cache = cache
         device = cache.k.device
-        self.slots_P = torch.tensor(slots_of(spans, cache.page_tokens), device=device)
+        self.slots_P = torch.from_numpy(slots_of(spans, cache.page_tokens)).to(device)
         keys: list[torch.Tensor] = []
         starts_q, starts_k = [0], [0]
         for span in spans:

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ridgeline.engine.device_forward import DeviceForward
+from ridgeline.engine.flight import Flight, Flights
 from ridgeline.engine.forward import Attend, Forward
-from ridgeline.engine.graphs import DecodeGraphs
+from ridgeline.engine.graphs import AHEAD_SIZE, GRAPH_SIZES, DecodeGraphs
 from ridgeline.engine.host_decode import HostDecoder
+from ridgeline.engine.numbers import FRONT, StepNumbers
 from ridgeline.engine.paged import (
     FP8,
     DeviceAttention,
@@ -26,12 +29,15 @@ from ridgeline.engine.paged import (
     PackedAttention,
     PagedKV,
     Span,
+    positions_of,
     slots_of,
 )
 from ridgeline.engine.scheduler import Plan
 from ridgeline.engine.tp import Group
 from ridgeline.engine.weights import Weights
 
+SAME_KERNEL = 16
+"""Numbers that are multiples of this are one kind of number to Triton."""
 INVARIANT_SEQUENCES = 64
 """Queries of one attention call in batch-invariant mode on a GPU."""
 
@@ -54,7 +60,10 @@ class StepBatch:
 
     @staticmethod
     def of(plan: Plan, *, greedy: bool = False) -> StepBatch:
-        """The step of a plan: single tokens first. greedy: of those that sample."""
+        """The step of a plan: single tokens first. greedy: of those that sample. Of a token that
+        is not known yet (scheduler.ahead) 0 is in its place."""
+        if greedy and all(work.count == 1 and not work.draft and work.samples for work in plan.works):
+            return StepBatch._singles(plan)
         token_ids: list[int] = []
         spans: list[Span] = []
         rows: list[int] = []
@@ -78,17 +87,24 @@ class StepBatch:
         goes_on = greedy and all(not work.sequence.is_last for work in plan.works)
         return StepBatch(token_ids, spans, single, rows, wide, greedy, goes_on)
 
+    @staticmethod
+    def _singles(plan: Plan) -> StepBatch:
+        """A greedy step of one token a sequence."""
+        token_ids: list[int] = []
+        spans: list[Span] = []
+        goes_on = True
+        for row, work in enumerate(plan.works):
+            sequence, start = work.sequence, work.start
+            known = sequence.token_ids
+            token_ids.append(known[start] if start < len(known) else 0)
+            spans.append(Span(row, 1, sequence.pages, start + 1))
+            goes_on = goes_on and not sequence.is_last
+        count = len(spans)
+        return StepBatch(token_ids, spans, count, list(range(count)), [], True, goes_on)
+
     @property
     def decodes_only(self) -> bool:
         return self.num_decoding == len(self.spans)
-
-    def positions(self) -> list[int]:
-        """Position of each packed token in its sequence."""
-        return [
-            position
-            for span in self.spans
-            for position in range(span.num_keys - span.rows, span.num_keys)
-        ]
 
     def to_message(self) -> list[object]:
         """Lists and numbers alone."""
@@ -123,6 +139,9 @@ class Runner:
         self.on_gpu = self.device.type == "cuda"
         self.table_width = -(-max_model_len // cache.page_tokens)
         self.graphs = DecodeGraphs(self) if self._may_record(cuda_graphs) else None
+        self.flights: Flights | None = None
+        self.numbers: StepNumbers | None = None
+        """Of the decoding rows of eager steps."""
         self.set_weights(weights)
 
     def _may_record(self, wanted: bool) -> bool:
@@ -154,13 +173,25 @@ class Runner:
         if self.host_decoder is not None and alone:
             return self.host_decoder.run(batch.token_ids[0], batch.spans[0])
         token_ids = torch.tensor(batch.token_ids, device=self.device)
-        positions = torch.tensor(batch.positions(), device=self.device)
+        positions = torch.from_numpy(positions_of(batch.spans)).to(self.device)
         x_PC = self.forward.hidden(token_ids, positions, self._attend(batch))
         if len(batch.rows) < len(batch.token_ids):
             x_PC = x_PC[torch.tensor(batch.rows, dtype=torch.int64, device=self.device)]
         if not batch.rows:
             return x_PC
         return self.whole_vocabulary(self.forward.logits(x_PC, batch.wide_rows))
+
+    def start(self, batch: StepBatch, sources: Sequence[int] | None) -> Flight | None:
+        """Start a large greedy decode step without waiting for it (flight.py); None where it is to
+        be run."""
+        graphs = self.graphs
+        if graphs is None or self.group is not None or len(batch.spans) <= AHEAD_SIZE:
+            return None
+        if not batch.decodes_only:
+            return None
+        if self.flights is None or self.flights.graphs is not graphs:
+            self.flights = Flights(graphs, GRAPH_SIZES)
+        return self.flights.start(batch, sources)
 
     @torch.inference_mode()
     def embed(self, prompts: Sequence[Sequence[int]], pooling: str) -> torch.Tensor:
@@ -192,44 +223,80 @@ class Runner:
         return DeviceAttention(self.cache, self._device_batch(batch))
 
     def _device_batch(self, batch: StepBatch) -> DeviceBatch:
-        """Tensors of an eager step on a GPU: one copy to the device for each kind of number."""
-        spans, page = batch.spans, self.cache.page_tokens
-        if self.invariant:  # every token is a query of its own
-            spans = [
-                Span(span.row + i, 1, span.pages, span.num_keys - span.rows + i + 1)
-                for span in spans
-                for i in range(span.rows)
-            ]
-        single = len(spans) if self.invariant else batch.num_decoding
-        slots = torch.tensor(slots_of(spans, page), device=self.device)
-        decoding, chunks = spans[:single], spans[single:]
+        """Tensors of an eager step on a GPU.
+
+        A kernel is compiled for what it is called with: whether a number is 1, or a multiple of 16.
+        So decoding rows are padded as a graph's, with the same strides, and chunks to a multiple of
+        16: whatever a step holds, the kernels are those of the steps before.
+        """
         if self.invariant:
-            padding = Span(0, 1, [self.cache.num_pages], 1)
-            decoding = decoding + [padding] * (-single % INVARIANT_SEQUENCES)
+            return self._invariant_batch(batch)
+        single, total = batch.num_decoding, len(batch.token_ids)
         made = DeviceBatch(
-            slots_P=slots,
+            slots_P=self._moved(slots_of(batch.spans, self.cache.page_tokens)),
             num_decoding=single,
-            decode_seqlens_B=self._int32([s.num_keys for s in decoding]),
-            decode_table_BU=self._table(decoding),
-            num_splits=1 if self.invariant else 0,
-            tile=INVARIANT_SEQUENCES if self.invariant else None,
+            **self._decoding(batch.spans[:single]),
         )
+        chunks = batch.spans[single:]
         if chunks:
-            starts = [span.row - single for span in chunks] + [len(batch.token_ids) - single]
+            made.max_rows = _up(max(span.rows for span in chunks), SAME_KERNEL)
+            made.max_keys = max(span.num_keys for span in chunks)
+            nothing = Span(total, 0, [self.cache.num_pages], 1)
+            chunks = chunks + [nothing] * (-len(chunks) % SAME_KERNEL)
+            starts = [span.row - single for span in chunks] + [total - single]
             made.chunk_starts = self._int32(starts)
             made.chunk_seqlens = self._int32([s.num_keys for s in chunks])
             made.chunk_table = self._table(chunks)
-            made.max_rows = max(span.rows for span in chunks)
-            made.max_keys = max(span.num_keys for span in chunks)
         return made
 
-    def _table(self, spans: Sequence[Span]) -> torch.Tensor:
-        width = max((len(span.pages) for span in spans), default=1)
-        if self.invariant:
-            width = self.table_width  # the kernel's shape must not depend on the batch
-        pad = self.cache.num_pages
-        rows = [span.pages[:width] + [pad] * (width - len(span.pages)) for span in spans]
-        return self._int32(rows).view(len(spans), width)
+    def _decoding(self, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        """Lengths and pages of decoding rows, padded and laid out as a graph's."""
+        count = len(spans)
+        size = next((s for s in GRAPH_SIZES if s >= count), _up(count, GRAPH_SIZES[-1]))
+        if self.numbers is None or self.numbers.numpy.shape[0] < size:
+            rows = _up(size, GRAPH_SIZES[-1])
+            self.numbers = StepNumbers(rows, self.table_width, self.cache, pinned=False)
+        size = size if count else 0
+        self.numbers.fill(spans, [0] * count, size)
+        rows = self.numbers.host[:size].to(self.device, copy=True)
+        return {
+            "decode_seqlens_B": rows[:, 3].contiguous(),
+            "decode_table_BU": rows[:, FRONT:],
+        }
 
-    def _int32(self, values: Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def _invariant_batch(self, batch: StepBatch) -> DeviceBatch:
+        """Every token is a query of its own, so many a call."""
+        spans = [
+            Span(span.row + i, 1, span.pages, span.num_keys - span.rows + i + 1)
+            for span in batch.spans
+            for i in range(span.rows)
+        ]
+        padding = Span(0, 1, [self.cache.num_pages], 1)
+        padded = spans + [padding] * (-len(spans) % INVARIANT_SEQUENCES)
+        return DeviceBatch(
+            slots_P=self._moved(slots_of(spans, self.cache.page_tokens)),
+            num_decoding=len(spans),
+            decode_seqlens_B=self._int32([s.num_keys for s in padded]),
+            decode_table_BU=self._table(padded),
+            num_splits=1,
+            tile=INVARIANT_SEQUENCES,
+        )
+
+    def _table(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Pages of sequences, as wide as the longest may get: the kernel's shape must not depend on
+        the batch."""
+        table = np.full((len(spans), self.table_width), self.cache.num_pages, dtype=np.int32)
+        for row, span in enumerate(spans):
+            pages = span.pages[: self.table_width]
+            table[row, : len(pages)] = pages
+        return self._moved(table)
+
+    def _moved(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self.device)
+
+    def _int32(self, values: Sequence[int]) -> torch.Tensor:
+        return self._moved(np.array(values, dtype=np.int32))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

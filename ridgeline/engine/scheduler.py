@@ -163,6 +163,36 @@ class Scheduler:
             self._admit(plan)
         return plan
 
+    def ahead(self, plan: Plan) -> Plan | None:
+        """The step after one of single tokens that is not computed yet: every sequence that does
+        not end for its length goes on by one. None where another step may be due: a sequence
+        waits and could start, or pages lack. Pages of its tokens are allocated."""
+        works = [work for work in plan.works if self.is_due(work)]
+        going = [work for work in works if not work.sequence.is_last]
+        if not going or len(works) != len(self.running):
+            return None
+        if self.waiting and len(going) < self.config.max_num_seqs:
+            return None
+        size, needed = self.pool.page_tokens, 0
+        lacking: list[Sequence] = []
+        for work in going:
+            if work.start + 2 > len(work.sequence.pages) * size:
+                lacking.append(work.sequence)
+                needed += 1
+        if needed > self.pool.num_free:
+            return None
+        for sequence in lacking:
+            self._extend(sequence, 1)
+        return Plan([Work(work.sequence, work.start + 1, 1, True) for work in going])
+
+    @staticmethod
+    def is_due(work: Work) -> bool:
+        """Whether a step that was started computes what its sequence still lacks: it may have been
+        ended, or have lost its pages, since."""
+        sequence = work.sequence
+        running = sequence.status is Status.RUNNING
+        return running and sequence.num_computed == work.start and sequence.num_missing == 1
+
     def commit(self, work: Work, new_tokens: list[int]) -> None:
         """A work was computed: its tokens are in the cache, `new_tokens` were chosen (the accepted
         draft and one more, or none)."""

@@ -74,7 +74,7 @@ def device_batch(num_decoding: int, tile: int | None = None) -> DeviceBatch:
     chunks = some[num_decoding:]
     decoding = some[:num_decoding] + [Span(0, 1, [16], 1)] * (-num_decoding % (tile or 1))
     return DeviceBatch(
-        slots_P=torch.tensor(slots_of(some, PAGE)),
+        slots_P=torch.from_numpy(slots_of(some, PAGE)),
         num_decoding=num_decoding,
         decode_seqlens_B=int32([s.num_keys for s in decoding]),
         decode_table_BU=table(decoding),
@@ -121,7 +121,7 @@ def test_fp8_pages(way):
     q = torch.randn(16, H, D)
     got = WAYS[way](cache).attend(1, q, *new_tokens(kept), None)
     for span, (k, v) in zip(spans(), kept, strict=True):
-        slots = torch.tensor(slots_of([Span(0, span.num_keys, span.pages, span.num_keys)], PAGE))
+        slots = torch.from_numpy(slots_of([Span(0, span.num_keys, span.pages, span.num_keys)], PAGE))
         k_kept, v_kept = cache.read(1, slots, torch.float32)
         for wide, narrow in ((k, k_kept), (v, v_kept)):
             step = wide.abs().clamp_min(wide.abs().amax(-1, keepdim=True) / 2**14) / 16

@@ -294,7 +294,7 @@ def tiles_of(x: Inputs, side: str, block: int) -> Tiles:
     own, other = (q, k) if side == "q" else (k, q)
     other = own if other is None else other  # paged keys: their lengths order nothing
     rows = (x.q if side == "q" else x.k).shape[1]
-    capacity = cdiv(rows, block) + x.batch
+    capacity = cdiv(cdiv(rows, block) + x.batch, 16) * 16  # one kind of number to Triton
     entries = torch.empty((capacity, 2), device=x.q.device, dtype=torch.int32)
     kind = "flat" if x.right is None else "rising" if side == "q" else "falling"
     lanes = 16 if x.batch < 16 else 64
