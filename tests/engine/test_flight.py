@@ -143,7 +143,7 @@ def test_random_loads(model, seed):
         draw = random.Random(1000 * seed + step)
         if step == 0 or (step < 60 and draw.random() < 0.2):
             for number in range(COUNT if step == 0 else 2):
-                params = greedy(draw.randint(2, 30))
+                params = greedy(draw.randint(*((20, 40) if step == 0 else (2, 30))))
                 if step and draw.random() < 0.3:
                     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True)
                 add(llm, 100 * step + number, params)
