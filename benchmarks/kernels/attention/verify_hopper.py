@@ -188,10 +188,9 @@ def group_far() -> None:
         check(f"{dim} scores below -190", Variant(), qkv, masks((dim, dim))[0])
 
 
-def group_repeats(count: int = 1000) -> None:
+def group_repeats(dims: list[tuple[int, int]] | None = None, count: int = 1000) -> None:
     """O, dK, dV always; dQ in deterministic mode."""
-    wide = [(192, 192), (256, 256), (192, 128)]
-    for dim in [(64, 64), (96, 96), (128, 128), *wide]:
+    for dim in dims or [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]:
         for causal, deterministic in itertools.product((False, True), repeat=2):
             name = f"{count} repeats {dim} causal {causal} deterministic {deterministic}"
             qkv = leaves((1100, 1100, 8, 8), dim)
