@@ -159,6 +159,9 @@ def group_helpers() -> None:
     grid([(64, 64), (128, 128)], [HELPED], False)
     grid([(128, 128)], [plain], False)
     grid([(64, 64), (128, 128)], [Variant(section=1), Variant(section=8)], True)
+    for dim, shape in itertools.product([(64, 64), (128, 128)], SHAPES):
+        options = replace(masks(dim)[2], deterministic=True)
+        check(f"{dim} {shape} window deterministic", Variant(), leaves(shape, dim), options)
 
 
 def group_single() -> None:
