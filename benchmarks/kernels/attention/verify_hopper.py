@@ -227,9 +227,11 @@ def group_tune() -> None:
             variants = [Variant(), *sections, *([] if wide else [stages])]
         elif wide and cell.seqlen_q >= 8192 and cell.causal:
             variants = [Variant(), pair, Variant(section=2)]
-        elif not wide and cell.head_dim == 128 and (cell.lengths or not cell.causal):
+        elif cell.head_dim == 128 and not wide and (cell.lengths or not cell.causal):
             variants = [Variant(), HELPED]
-        elif not wide and cell.head_dim == 128 and not cell.window:
+        elif cell.window:
+            variants = [Variant(), Variant(section=1), Variant(section=8)]
+        elif not wide and cell.head_dim == 128:
             variants = [Variant(), plain]
         else:
             continue
