@@ -190,9 +190,9 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:
 
 def _helped(traits: BackwardTraits) -> bool:
     """Where helpers have measured faster: in turns, and at head dim 128 under a causal mask."""
-    if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128):
+    if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128) or traits.varlen:
         return False
-    causal = traits.has_right and not (traits.has_left or traits.varlen)
+    causal = traits.has_right and not traits.has_left
     return traits.deterministic or (traits.head_dim == 128 and causal)
 
 
