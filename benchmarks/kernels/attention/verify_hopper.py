@@ -224,7 +224,8 @@ def group_tune() -> None:
         wide = max(cell.head_dim, cell.head_dim_v) > 128
         if cell.deterministic:
             sections = [Variant(section=n) for n in ((1, 2) if wide else (2, 8, 16))]
-            variants = [Variant(), *sections, *([] if wide else [stages])]
+            variants = [Variant(), *sections]
+            variants += [] if wide else [stages, replace(stages, section=8)]
         elif wide and cell.seqlen_q >= 8192 and cell.causal:
             variants = [Variant(), pair, Variant(section=2)]
         elif cell.head_dim == 128 and not wide and (cell.lengths or not cell.causal):
