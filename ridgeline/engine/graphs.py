@@ -204,7 +204,7 @@ class DecodeGraphs:
         """The step recorded; of one sequence in every way there is, and the fastest kept of those
         that give the first one's logits."""
         first = self._record(size, self.runner.forward)
-        if size > 1 or not self.on_gpu:
+        if size > 1 or not self.on_gpu or self.runner.group is not None:
             return first
         found = {"matmuls": first}
         for name, forward in self._other_ways():
