@@ -47,6 +47,8 @@ _NUM_BAGS = len(Bags._fields)
 LEAST_WEIGHTS = 1 << 19
 """Weights of a layer from which `forward` takes the bags: their fixed cost is some 30 us, in which
 a matrix-vector product reads a small layer whole (two busy cores, AVX2, 2026-11-30)."""
+BAGS_BEFORE_INT4 = 1
+"""Most rows that an int4-exact weight sends through its bags (then int4)."""
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def _wide_is_fast(dtype: torch.dtype) -> bool:
 
 
 def bags_of(prepared: Prepared) -> Bags | None:
-    """The layout for one row, where it was made."""
+    """The layout for a few rows, where it was made."""
     tensors = prepared.tensors
     return Bags(*tensors[1 : 1 + _NUM_BAGS]) if len(tensors) > _NUM_BAGS else None
 
@@ -142,7 +144,30 @@ def rows_for_wide(*, int4: bool) -> int:
     docstring)."""
     if has_fast_bf16():
         return 16 if int4 else 2
-    return 32 if int4 else 6
+    return 32 if int4 else 24
+
+
+class _Ways(NamedTuple):
+    """How a layer's rows are multiplied."""
+
+    wide_from: int
+    """Rows that go through the widened weight, and all above."""
+    int4: _Int4 | None
+    bags: Bags | None
+    """None also where the layer is too small for them."""
+    bags_to: int
+    """Most rows that go through the bags; more, up to the wide weight, are for int4."""
+
+
+def _ways_of(prepared: Prepared) -> _Ways:
+    bags, int4 = bags_of(prepared), _int4_of(prepared)
+    if prepared.n * prepared.k < LEAST_WEIGHTS:
+        bags = None
+    wide_from = rows_for_wide(int4=int4 is not None) if int4 or bags else 0
+    bags_to = 0 if bags is None else wide_from - 1
+    if int4 is not None:
+        bags_to = min(bags_to, BAGS_BEFORE_INT4)
+    return _Ways(wide_from, int4, bags, bags_to)
 
 
 def forward(
@@ -152,40 +177,47 @@ def forward(
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Few rows through the int4 kernel where the weight allows, else through the bags; many through
-    a matmul on the wide weight."""
+    """Few rows through the bags or the int4 kernel where the weight allows; many through a matmul
+    on the wide weight."""
     M = act_MK.shape[0]
     if batch_invariant and M > 1:
         rows = [forward(row, prepared, bias_N) for row in act_MK.split(1)]
         return torch.cat(rows)
-    bags, int4 = bags_of(prepared), _int4_of(prepared)
-    few = M < rows_for_wide(int4=int4 is not None)
-    large = prepared.n * prepared.k >= LEAST_WEIGHTS
-    if int4 is not None and few:
-        return _int4(act_MK, int4, prepared, bias_N)
-    if bags is not None and large and few:
-        out_MN = _by_bags(act_MK, bags, prepared.n)
-        return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
-    wide_NK = prepared.tensors[0]
+    ways: _Ways | None = prepared.memo.get("ways")
+    if ways is None:
+        ways = prepared.memo["ways"] = _ways_of(prepared)
     simple = bias_N is None and not prepared.silu_mul
+    if M <= ways.bags_to and ways.bags is not None:
+        out_MN = _by_bags(act_MK, prepared, ways.bags)
+        if simple:
+            return out_MN.to(act_MK.dtype).contiguous()
+        return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
+    if M < ways.wide_from and ways.int4 is not None:
+        return _int4(act_MK, ways.int4, prepared, bias_N)
+    wide_NK = prepared.tensors[0]
     if wide_NK.dtype == act_MK.dtype and simple:
         return F.linear(act_MK, wide_NK)
     acc_MN = F.linear(act_MK.to(wide_NK.dtype), wide_NK).float()
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
 
 
-def _by_bags(act_MK: torch.Tensor, bags: Bags, n: int) -> torch.Tensor:
-    """out_MN in fp32, a row at a time."""
-    if act_MK.shape[0] == 1:
-        return cpu_bags.multiply(act_MK, bags, n)
-    return torch.cat([cpu_bags.multiply(row, bags, n) for row in act_MK.split(1)])
+def _by_bags(act_MK: torch.Tensor, prepared: Prepared, bags: Bags) -> torch.Tensor:
+    """out_MN in fp32."""
+    M = act_MK.shape[0]
+    if M > cpu_bags.ROWS_TOGETHER:
+        parts = act_MK.split(cpu_bags.ROWS_TOGETHER)
+        return torch.cat([_by_bags(part, prepared, bags) for part in parts])
+    rows: cpu_bags.Rows | None = prepared.memo.get(M)
+    if rows is None:
+        rows = prepared.memo[M] = cpu_bags.Rows(bags, prepared.n, M)
+    return rows(act_MK, cpu_bags.thread_scratch(rows.sizes))
 
 
 def _int4(
     act_MK: torch.Tensor, int4: _Int4, prepared: Prepared, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
     if int4.order_K.numel():
-        act_MK = act_MK[:, int4.order_K]
+        act_MK = torch.index_select(act_MK, 1, int4.order_K)
     out_MN = torch.ops.aten._weight_int4pack_mm_for_cpu(
         act_MK.contiguous(), int4.words, prepared.group_size, int4.scale_zero
     )

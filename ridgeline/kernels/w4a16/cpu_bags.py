@@ -1,19 +1,20 @@
-"""One row of activations times a quantized weight, as a bag of embeddings.
+"""A few rows of activations times a quantized weight, as bags of embeddings.
 
-    out[n] = sum_r scale[n, r] * (sum_{k in r} act[k] (code[n, k] - m) + (m - zero[n, r]) act_r)
+    out[m, n] = sum_r scale[n, r] * sum_{k in r} act[m, k] (code[n, k] - zero[n, r])
 
-with act_r the sum of a group's activations and m the middle code. The inner sums are what FBGEMM's
-8-bit embedding bag computes (it is part of PyTorch on x86): the embedding of input k is the codes
-of all outputs, a group of inputs is a bag, the activations are its weights. Codes are kept as
-bytes, up to CHUNK outputs side by side for all inputs before the next ones, so that memory is read
-in order; a row ends in the two floats 1 and -m that the kernel multiplies and adds.
+The inner sums are what FBGEMM's 8-bit embedding bag computes (it is part of PyTorch on x86): the
+embedding of input k is the codes of all outputs, a group of inputs is a bag, the activations are
+its weights. Codes are kept as bytes, up to CHUNK outputs side by side for all inputs before the
+next ones, so that memory is read in order, once for all rows; a row ends in the two floats 1 and
+-z that the kernel multiplies and adds (z: the middle code).
 
-    table[chunk K + slot] = codes of the chunk's outputs of the input in that slot, then 1.0, -m
+    table[chunk slots + slot] = codes of the chunk's outputs of the input in that slot, then 1.0, -z
 
-Any width up to 8 bits, group size, scale dtype, zero point and act-order; inputs are sorted by
-group at load, so groups of uneven size are bags of uneven size. Bound by N K (1 + 8 / CHUNK) bytes.
-Numerics: everything in fp32, the scale multiplies the group's sum; one-hot activations give
-scale * (code - zero) rounded once.
+Zero points are one more input of each group: its codes are the group's zero points, its activation
+minus the sum of the group's. Any width up to 8 bits, group size, scale dtype, zero point and
+act-order; inputs are sorted by group at load, so groups of uneven size are bags of uneven size.
+Bound by N K (1 + 8 / CHUNK) bytes. Numerics: everything in fp32, the scale multiplies the group's
+sum; one-hot activations give scale * (code - zero) rounded once.
 """
 
 from __future__ import annotations
@@ -34,26 +35,39 @@ CHUNK = 96
 """Most outputs side by side: twelve vectors of AVX2, one pass of the kernel. Microseconds for 576 x
 3072 from memory, one thread of a busy EPYC (AVX2), 2026-11-30: 567 to 592 for 96 to 192, 855 for
 256, 1,628 for whole rows, 861 for PyTorch's int4 kernel, 1,627 for the bf16 linear."""
+ROWS_TOGETHER = 4
+"""Most rows that one pass over the table serves; indices and spread activations are as many
+times as large."""
 _ENDING_BYTES = 8
 _of_thread = threading.local()
-"""`scratch` of `multiply`: memory that is asked for anew costs page faults, a third of the call."""
+"""`scratch`: memory that is asked for anew costs page faults, a third of a call."""
+
+Scratch = dict[tuple[int, int, int], torch.Tensor]
+"""Memory for spread activations by [C, M, K]; two calls on one must not overlap."""
 
 
 class Bags(NamedTuple):
-    """A weight as bags; C chunks of outputs, R groups."""
+    """A weight as bags; C chunks of c outputs, R groups, S slots: an input each, and one a group
+    where there are zero points."""
 
     table: torch.Tensor
-    """uint8 [C K, c + 8]."""
+    """uint8 [C S, c + 8]."""
     index: torch.Tensor
-    """int32 [C K], 0, 1, ...: shared by layers of a size."""
+    """int32 [C S], 0, 1, ...: shared by layers of a size."""
     offsets: torch.Tensor
     """int32 [C R + 1], where each bag starts."""
     scale_CRc: torch.Tensor
     """fp32; 0 for outputs that are padding."""
-    shift_CRc: torch.Tensor
-    """fp32 m - zero; empty: symmetric."""
+    sizes_R: torch.Tensor
+    """int64, inputs of each group."""
     order_K: torch.Tensor
-    """The input in each slot; empty: slot k is input k."""
+    """The inputs sorted by group; empty: they are."""
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether a group has a slot for its zero points."""
+        slots = self.index.numel() // len(self.scale_CRc)
+        return slots != int(self.sizes_R.sum())
 
 
 def refusal(weight: QuantizedWeight) -> str | None:
@@ -86,26 +100,34 @@ def pack(weight: QuantizedWeight) -> Bags:
     C = -(-N // width)
     middle = 2 ** (weight.bits - 1)
     groups_K = weight.groups_K()
-    code_NK, order_K = weight.code_NK, torch.empty(0, dtype=torch.int64)
+    code_NS, order_K = weight.code_NK, torch.empty(0, dtype=torch.int64)
     if weight.group_of_K is not None:
         order_K = torch.argsort(groups_K, stable=True)
-        code_NK = code_NK[:, order_K]
-    padded = F.pad(code_NK, (0, 0, 0, C * width - N), value=middle)
-    ending = torch.tensor([1.0, -middle]).view(torch.uint8).expand(C, K, _ENDING_BYTES)
-    table = torch.cat([padded.view(C, width, K).transpose(1, 2), ending], dim=2)
-    starts_R = torch.bincount(groups_K, minlength=R).cumsum(0)
-    starts_CR = torch.arange(C)[:, None] * K + starts_R
-    shift = torch.empty(0)
+        code_NS = code_NS[:, order_K]
+    sizes_R = slots_R = torch.bincount(groups_K, minlength=R)
     if weight.zero_NR is not None:
-        shift = _by_chunk(middle - weight.zero_NR.float(), width)
+        slots_R = sizes_R + 1
+        codes = torch.cat([code_NS, weight.zero_NR.to(torch.uint8)], dim=1)
+        code_NS = codes[:, _interleaved(sizes_R)]
+    S = code_NS.shape[1]
+    padded = F.pad(code_NS, (0, 0, 0, C * width - N), value=middle)
+    ending = torch.tensor([1.0, -middle]).view(torch.uint8).expand(C, S, _ENDING_BYTES)
+    table = torch.cat([padded.view(C, width, S).transpose(1, 2), ending], dim=2)
+    starts_CR = torch.arange(C)[:, None] * S + slots_R.cumsum(0)
     return Bags(
-        table=table.reshape(C * K, -1),
-        index=_counting(C * K),
+        table=table.reshape(C * S, -1),
+        index=_counting(C * S),
         offsets=F.pad(starts_CR.flatten(), (1, 0)).to(torch.int32),
         scale_CRc=_by_chunk(weight.scale_NR.float(), width),
-        shift_CRc=shift,
+        sizes_R=sizes_R,
         order_K=order_K,
     )
+
+
+def _interleaved(sizes_R: torch.Tensor) -> torch.Tensor:
+    """Each group's inputs, then its number after all inputs."""
+    group_K = torch.repeat_interleave(torch.arange(len(sizes_R)), sizes_R)
+    return torch.argsort(torch.cat([group_K, torch.arange(len(sizes_R))]), stable=True)
 
 
 def _by_chunk(value_NR: torch.Tensor, width: int) -> torch.Tensor:
@@ -114,50 +136,111 @@ def _by_chunk(value_NR: torch.Tensor, width: int) -> torch.Tensor:
     return padded.view(-1, width, R).transpose(1, 2).contiguous()
 
 
-def multiply(act_1K: torch.Tensor, bags: Bags, n: int) -> torch.Tensor:
-    """out_1N in fp32 of one row."""
+def thread_scratch(sizes: tuple[int, int, int]) -> torch.Tensor:
+    """The calling thread's own memory for spread activations."""
     if (scratch := getattr(_of_thread, "scratch", None)) is None:
         scratch = _of_thread.scratch = {}
-    return row_function(bags, n, scratch)(act_1K.float())
+    return _scratch_of(scratch, sizes)
 
 
-def row_function(
-    bags: Bags, n: int, scratch: dict[tuple[int, int], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x_1K fp32 -> out_1N fp32, with as few operations as will do, for whoever calls it often.
+def _scratch_of(scratch: Scratch, sizes: tuple[int, int, int]) -> torch.Tensor:
+    if (found := scratch.get(sizes)) is None:
+        found = scratch[sizes] = torch.empty(sizes)
+    return found
 
-    scratch: the callers' own memory for spread activations, shared by layers of a size; two calls
-    on one scratch must not overlap.
+
+@functools.lru_cache(maxsize=16)
+def _index(chunks: int, rows: int, slots: int) -> torch.Tensor:
+    """The slots of each chunk once for every row."""
+    once = torch.arange(chunks * slots, dtype=torch.int32).view(chunks, 1, slots)
+    return once.expand(chunks, rows, slots).reshape(-1)
+
+
+def _starts(bags: Bags, rows: int) -> torch.Tensor:
+    """Where each bag starts, chunk by chunk and row by row in it."""
+    C, R, _ = bags.scale_CRc.shape
+    if rows == 1:
+        return bags.offsets
+    S = bags.index.numel() // C
+    first = torch.arange(C * rows, dtype=torch.int32)[:, None] * S
+    last = torch.tensor([C * rows * S], dtype=torch.int32)
+    return torch.cat([(first + bags.offsets[:R]).flatten(), last])
+
+
+def row_function(bags: Bags, n: int, scratch: Scratch) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x_1K -> out_1N fp32, with memory of the caller's, shared by layers of a size."""
+    rows = Rows(bags, n, 1)
+    spread_CMS = _scratch_of(scratch, rows.sizes)
+    return lambda x_1K: rows(x_1K, spread_CMS)
+
+
+class Rows:
+    """The product of a number of rows with a weight, prepared for whoever asks often: as few
+    operations as will do.
+
+    What is large is written and read by operators that give a thread the same part of it as the
+    bags do: on one thread, the rest of the call took twice as long (the other core's cache).
     """
-    table, index, offsets, scale_CRc, shift_CRc, order_K = bags
-    (C, R, width), K = scale_CRc.shape, index.numel() // len(scale_CRc)
-    bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
-    if (C, K) not in scratch:
-        scratch[C, K] = torch.empty(C, K)
-    spread_CK, scale = scratch[C, K], scale_CRc.view(-1, width)
-    weights, group_offsets = spread_CK.view(-1), offsets[: R + 1]
-    symmetric, in_order, padded = not shift_CRc.numel(), not order_K.numel(), C * width != n
 
-    def call(row_1K: torch.Tensor) -> torch.Tensor:
-        if not in_order:
-            row_1K = row_1K[:, order_K]
-        spread_CK.copy_(row_1K)
-        sums = bag(table, index, offsets, False, 0, False, weights, None, True)
-        if not symmetric:
-            per_group = _group_sums(row_1K, group_offsets)
-            sums.view(C, R, width).addcmul_(per_group[:, None], shift_CRc)
-        out_1N = sums.mul_(scale).view(C, R, width).sum(1).view(1, -1)
-        return out_1N[:, :n] if padded else out_1N
+    def __init__(self, bags: Bags, n: int, rows: int) -> None:
+        (C, R, width), S = bags.scale_CRc.shape, bags.index.numel() // len(bags.scale_CRc)
+        self.sizes = C, rows, S
+        """Of the memory for spread activations that a call wants."""
+        self._table, self._order_K, self._n = bags.table, bags.order_K, n
+        self._index = bags.index if rows == 1 else _index(C, rows, S)
+        self._starts = _starts(bags, rows)
+        self._scale_C1Rc, self._sums_shape = bags.scale_CRc[:, None], (C, rows, R, width)
+        self._in_order, self._padded = not bags.order_K.numel(), C * width != n
+        self._with_zeros = _with_group_sums(bags, rows) if bags.has_zeros else None
+        self._bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
 
-    return call
+    def __call__(self, x_MK: torch.Tensor, spread_CMS: torch.Tensor) -> torch.Tensor:
+        """out_MN fp32 of x_MK in any float dtype; spread_CMS: fp32, not in use by another call."""
+        if not self._in_order:
+            x_MK = torch.index_select(x_MK, 1, self._order_K)
+        if self._with_zeros is not None:
+            x_MK = self._with_zeros(x_MK)
+        spread_CMS.copy_(x_MK)
+        weights = spread_CMS.view(-1)
+        sums = self._bag(
+            self._table, self._index, self._starts, False, 0, False, weights, None, True
+        )
+        out_CMc = sums.view(self._sums_shape).mul_(self._scale_C1Rc).sum(2)
+        rows = self.sizes[1]
+        if rows == 1:
+            out_MN = out_CMc.view(1, -1)
+        else:
+            out_MN = out_CMc.transpose(0, 1).reshape(rows, -1)
+        return out_MN[:, : self._n] if self._padded else out_MN
 
 
-def _group_sums(row_1K: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sums of the activations of each group, [R]."""
-    return torch.segment_reduce(row_1K[0], "sum", offsets=offsets, axis=0, initial=0)
+def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x_MK sorted by group -> x_MS: behind each group's inputs minus their sum."""
+    sizes_R, R = bags.sizes_R, len(bags.sizes_R)
+    size = int(sizes_R[0])
+    if size and bool((sizes_R == size).all()):
+        minus = torch.full((size,), -1.0)
+
+        def even(x_MK: torch.Tensor) -> torch.Tensor:
+            x_MS = torch.empty(rows * R, size + 1)
+            inputs = x_MS[:, :size]
+            inputs.copy_(x_MK.view(rows * R, size))
+            torch.mv(inputs, minus, out=x_MS[:, size])
+            return x_MS.view(rows, -1)
+
+        return even
+    order_S = _interleaved(sizes_R)
+    starts = F.pad(sizes_R.cumsum(0), (1, 0))
+
+    def uneven(x_MK: torch.Tensor) -> torch.Tensor:
+        x_MK = x_MK.float()
+        sums = [torch.segment_reduce(x, "sum", offsets=starts, axis=0, initial=0) for x in x_MK]
+        return torch.index_select(torch.cat([x_MK, -torch.stack(sums)], dim=1), 1, order_S)
+
+    return uneven
 
 
 def read_bytes(bags: Bags) -> int:
     """Bytes that `multiply` reads: all but the index, which layers share."""
-    parts = (bags.table, bags.offsets, bags.scale_CRc, bags.shift_CRc, bags.order_K)
+    parts = [part for name, part in zip(Bags._fields, bags, strict=True) if name != "index"]
     return sum(math.prod(part.shape) * part.element_size() for part in parts)

@@ -110,7 +110,8 @@ def w4a16_linear(
     Raises: TypeError for dtypes, ValueError for shapes and devices, in the project's form.
     """
     _check_call(act, prepared, bias_N)
-    act_MK = act.reshape(-1, prepared.k)
+    rows = act.dim() == 2
+    act_MK = act if rows else act.reshape(-1, prepared.k)
     if act_MK.shape[0] == 0:
         return act.new_empty(*act.shape[:-1], prepared.columns)
     if act_MK.stride(-1) != 1:
@@ -119,7 +120,7 @@ def w4a16_linear(
         out_MN = _module(prepared.impl).forward(
             act_MK, prepared, bias_N, batch_invariant=batch_invariant
         )
-        return out_MN.reshape(*act.shape[:-1], prepared.columns)
+        return out_MN if rows else out_MN.reshape(*act.shape[:-1], prepared.columns)
     shape = [prepared.n, prepared.k, prepared.bits, prepared.group_size]
     flags = [prepared.symmetric, prepared.act_order, prepared.silu_mul]
     out_MN = torch.ops.ridgeline.w4a16(

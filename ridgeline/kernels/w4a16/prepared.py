@@ -3,9 +3,24 @@ layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+
+
+class Memo(dict[Any, Any]):
+    """What an implementation works out at a layer's first calls and keeps for the next (functions
+    on the layer's own tensors); a copy of the layer starts with an empty one."""
+
+    def __copy__(self) -> Memo:
+        return Memo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memo:
+        return Memo()
+
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +44,7 @@ class Prepared:
     """Rows [0, n/2) are gate, [n/2, n) up; the output is silu(gate) * up, n/2 columns."""
     tensors: tuple[torch.Tensor, ...]
     """The layout itself, in an order only the implementation knows; all on one device."""
+    memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     @property
     def columns(self) -> int:

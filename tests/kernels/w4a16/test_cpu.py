@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
 import dataclasses
 
 import pytest
@@ -13,6 +15,11 @@ from ridgeline.kernels.w4a16.ref import w4a16_ref
 from .weights import make_weight
 
 BF16 = torch.bfloat16
+
+
+def by_bags(act_MK: torch.Tensor, bags: cpu_bags.Bags, n: int) -> torch.Tensor:
+    rows = cpu_bags.Rows(bags, n, len(act_MK))
+    return rows(act_MK, torch.full(rows.sizes, float("nan")))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def test_act_order_with_unequal_groups_is_not_taken() -> None:
 @pytest.mark.parametrize("bags", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
-    """A few rows: int4 where it is exact, else bags; many: wide."""
+    """One row: bags; a few: int4 where it is exact, else bags; many: wide."""
     if bags and not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
@@ -63,18 +70,23 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
     weight = make_weight(32, 64, 32, coarse=coarse)
     prepared = op.prepare(weight, BF16)
     calls: list[tuple[str, int]] = []
-    int4, multiply = cpu._int4, cpu_bags.multiply
+    int4, rows_of = cpu._int4, cpu_bags.Rows.__call__
     monkeypatch.setattr(cpu, "_int4", lambda *a: calls.append(("int4", len(a[0]))) or int4(*a))
     monkeypatch.setattr(
-        cpu_bags, "multiply", lambda *a: calls.append(("bags", len(a[0]))) or multiply(*a)
+        cpu_bags.Rows,
+        "__call__",
+        lambda self, *a: calls.append(("bags", len(a[0]))) or rows_of(self, *a),
     )
     limit = cpu.rows_for_wide(int4=coarse)
     for rows in (1, limit - 1, limit):
         out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
         assert torch.equal(out.T, weight.dequantize(BF16)[:, :rows])
-    int4_rows = [("int4", 1)] * coarse, [("int4", limit - 1)] * coarse
-    row = int4_rows[0] if coarse or not bags else [("bags", 1)]
-    few = int4_rows[1] if coarse else [("bags", 1)] * (limit - 1) * bags
+    made_bags = bags and not (coarse and fast_bf16)
+    row = [("bags", 1)] if made_bags else [("int4", 1)] * coarse
+    few, rest = [("int4", limit - 1)] * coarse, limit - 1
+    while not coarse and bags and rest:
+        few.append(("bags", min(rest, cpu_bags.ROWS_TOGETHER)))
+        rest -= few[-1][1]
     assert calls == row + few
 
 
@@ -84,8 +96,8 @@ def test_a_small_layer_is_not_worth_the_bags(monkeypatch) -> None:
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 96 * 128)
     calls: list[int] = []
-    multiply = cpu_bags.multiply
-    monkeypatch.setattr(cpu_bags, "multiply", lambda *a: calls.append(a[2]) or multiply(*a))
+    by = cpu._by_bags
+    monkeypatch.setattr(cpu, "_by_bags", lambda *a: calls.append(a[1].n) or by(*a))
     for n in (80, 96):
         weight = make_weight(n, 128, 64, symmetric=False)
         out = op.w4a16_linear(torch.eye(128)[5:6], op.prepare(weight, torch.float32))
@@ -106,20 +118,23 @@ def test_bags_hold_every_width_and_uneven_groups() -> None:
             table = torch.where(weight.group_of_K == 3, 1, weight.group_of_K)
             weight = dataclasses.replace(weight, group_of_K=table)
             packed = cpu_bags.pack(weight)
-            rows = [cpu_bags.multiply(row[None], packed, 200) for row in torch.eye(160)]
-            assert torch.equal(torch.cat(rows).T, weight.dequantize())
+            for rows in (1, 3, 4):
+                shown = [by_bags(part, packed, 200) for part in torch.eye(160).split(rows)]
+                assert torch.equal(torch.cat(shown).T, weight.dequantize())
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_bags_are_as_good_as_a_matmul_in_fp32(symmetric) -> None:
-    """Against fp64, a row at a time, the error of PyTorch's fp32 linear at most twice."""
+    """Against fp64, the error of PyTorch's fp32 linear at most twice; rows do not mix."""
     if not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     weight = make_weight(288, 1024, 128, symmetric=symmetric)
     packed, wide = cpu_bags.pack(weight), weight.dequantize()
     act_MK = torch.randn(16, 1024)
     exact = act_MK.double() @ wide.double().T
-    ours = torch.cat([cpu_bags.multiply(row[None], packed, 288) for row in act_MK])
+    ours = torch.cat([by_bags(part, packed, 288) for part in act_MK.split(4)])
+    alone = torch.cat([by_bags(row[None], packed, 288) for row in act_MK])
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-5)
     plain = torch.cat([row[None] @ wide.T for row in act_MK])
     error, allowed = (ours - exact).abs(), (plain - exact).abs()
     assert error.max() <= 2 * allowed.max() + 1e-5
@@ -140,3 +155,33 @@ def test_act_order_gathers_the_activations(m: int) -> None:
     exact = w4a16_ref(act_MK.float(), weight)
     plain = w4a16_ref(act_MK, weight, compute_dtype=BF16).float()
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
+
+
+def test_a_layer_keeps_what_it_worked_out() -> None:
+    """The functions of the first call serve the next; a copy of the layer has its own."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    weight = make_weight(704, 768, 64, symmetric=False)
+    assert 704 * 768 >= cpu.LEAST_WEIGHTS
+    prepared = op.prepare(weight, torch.float32)
+    act_MK = torch.randn(2, 768)
+    first = op.w4a16_linear(act_MK, prepared)
+    kept = prepared.memo[2]
+    assert torch.equal(op.w4a16_linear(act_MK, prepared), first) and prepared.memo[2] is kept
+    for other in (copy.deepcopy(prepared), prepared.to("cpu")):
+        assert not other.memo
+        assert torch.equal(op.w4a16_linear(act_MK, other), first)
+        assert other.memo[2] is not kept
+
+
+def test_threads_do_not_share_scratch() -> None:
+    """Two threads in one layer at once: each has its own result."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    prepared = op.prepare(make_weight(704, 768, 64, symmetric=False), torch.float32)
+    rows = [torch.randn(1, 768) for _ in range(2)]
+    want = [op.w4a16_linear(row, prepared) for row in rows]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            found = list(pool.map(lambda row: op.w4a16_linear(row, prepared), rows))
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
