@@ -202,7 +202,7 @@ def test_invalid_tiles_say_why():
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq"])
 def test_candidates_are_valid(kernel):
     found = list(config.candidates(problem(64), SM90, kernel))
-    assert len(found) > 12
+    assert len(found) >= 12
     assert all(config.is_valid(problem(64), SM90, kernel, tile) is None for tile in found)
 
 
