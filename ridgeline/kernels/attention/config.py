@@ -46,7 +46,7 @@ class BackwardConfig:
     dkdv: TileConfig
     dq: TileConfig
     joined: bool = False
-    """dK, dV and dQ in one launch, if the call's tensors are not packed; the tiles then agree."""
+    """dK, dV and dQ in one launch, but under a block mask; the tiles then agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

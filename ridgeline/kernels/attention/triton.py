@@ -250,8 +250,8 @@ class BackwardPlan:
         keys = tiles_of(self.x, "k", self.config.dkdv.block_n)
         found = [*queries.made_by, *keys.made_by, self._rows(queries)]
         blocks = self.x.extras.mods is not None and self.x.extras.mods.blocks is not None
-        if self.config.joined and not self.x.packed_q and not blocks:
-            found.append(self._joined())
+        if self.config.joined and not blocks:
+            found.append(self._joined(keys, queries))
         else:
             found += [self._dkdv(keys), self._dq(queries)]
         if self.dbias is not None:
@@ -335,14 +335,17 @@ class BackwardPlan:
             options=launch_options(tile),
         )
 
-    def _joined(self) -> Launch:
-        """dK, dV and dQ of tensors that are not packed, in one launch."""
+    def _joined(self, keys: Tiles, queries: Tiles) -> Launch:
+        """dK, dV and dQ in one launch."""
         x, dkdv, dq = self.x, self.config.dkdv, self.config.dq
         places, descriptors = self._tensors(dkdv)
-        keys, queries = cdiv(x.seqlen_k, dkdv.block_n), cdiv(x.seqlen_q, dq.block_m)
+        tiles, group = (keys.grid[0], queries.grid[0]), x.heads // x.kv_heads
+        grid, call_dq = (tiles[0] + group * tiles[1], x.kv_heads, x.batch), None
+        if x.packed_q:
+            grid, call_dq = (sum(tiles), 1, 1), call_of(x, queries)
         return Launch(
             kernel=triton_bwd.attention_grads,
-            grid=(keys + x.heads // x.kv_heads * queries, x.kv_heads, x.batch),
+            grid=grid,
             args=(
                 *places,
                 *descriptors,
@@ -350,8 +353,9 @@ class BackwardPlan:
                 (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
                 (self.dq, strides_of(self.dq)),
                 self.row_strides,
-                call_of(x),
-                (keys, queries),
+                call_of(x, keys, "k"),
+                call_dq,
+                tiles,
                 *self.seeds,
                 self._variant(dkdv),
                 self._variant(dq),

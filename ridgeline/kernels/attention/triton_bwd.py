@@ -44,7 +44,7 @@ from ridgeline.kernels.attention.triton_common import (
     visible,
 )
 from ridgeline.kernels.attention.triton_fwd import load_keys
-from ridgeline.kernels.attention.triton_tiles import tile_of
+from ridgeline.kernels.attention.triton_tiles import listed, tile_of
 
 ROW_ALIGN: tl.constexpr = tl.constexpr(128)
 """What the kernels read of rows begins at a multiple of this for each sequence, whole tiles long,
@@ -429,22 +429,28 @@ def attention_grads(
     dq_x,
     row_strides,
     c,
+    c_dq,
     tiles,
     seed: tl.int64,
     offset: tl.int64,
     v: tl.constexpr,
     v_dq: tl.constexpr,
 ):
-    """Grid (key tiles + group x query tiles, kv heads, batch), of tensors that are not packed.
+    """Grid (key tiles + group x query tiles, kv heads, batch), tiles being (key, query tiles); or
+    the list of c and then that of c_dq (None: not packed), tiles[0] being the first one's length.
 
-    The programs of a head are neighbours, those of dK and dV, which take longer, first. Source:
-    one launch for both is FlexAttention's (PyTorch 2.11, torch/_inductor/kernel/flex).
+    The programs of dK and dV, which take longer, come first; without a list those of a head are
+    neighbours. Source: one launch for both is FlexAttention's (PyTorch 2.11,
+    torch/_inductor/kernel/flex).
     """
     tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
     place, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if place < tiles[0]:
+        key = (place, g, b)
+        if c.tiles is not None:
+            key = listed(c, place)
         dkdv_tile(
-            (place, g, b),
+            key,
             tensors,
             q_desc,
             k_desc,
@@ -456,6 +462,21 @@ def attention_grads(
             c,
             seeds,
             v,
+        )
+    elif c.tiles is not None:
+        dq_tile(
+            listed(c_dq, place - tiles[0]),
+            tensors,
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            rows_x,
+            dq_x,
+            row_strides,
+            c_dq,
+            seeds,
+            v_dq,
         )
     else:
         place -= tiles[0]

@@ -137,12 +137,12 @@ def main() -> None:
 
 
 def joined_gradients() -> None:
-    """One launch for dK, dV and dQ: shared key/value heads, more queries or keys, a packed call
-    (which takes two)."""
+    """One launch for dK, dV and dQ: shared key/value heads, more queries or keys, packed calls."""
     for name, branch, more in (
         ("plain", False, dict(seqlen_q=37, seqlen_k=20, batch=2, dim_v=16)),
         ("causal", True, dict(seqlen_q=20, seqlen_k=40, heads=4, kv_heads=2)),
         ("varlen", False, dict(layout="varlen", batch=3, causal=True, seqlen_q=20, seqlen_k=40)),
+        ("varlen-full", True, dict(layout="varlen", batch=4, seqlen_q=40, heads=4)),
     ):
         small_tiles(tma=True, branch=branch, joined=True)
         kind = dict(heads=2, kv_heads=1, dim=32, dim_v=32, dtype="float16", batch=1)
