@@ -251,21 +251,41 @@ def _options_text(row: Row) -> str:
 
 def train_table(rows: list[Row]) -> str:
     """Training: tokens a second and the share of the arithmetic used."""
-    keys = ("gpu_folder", "model", "impl", "layout", "seqlen")
+    keys = ("gpu_folder", "model", "impl", "layout", "state", "seqlen")
+    timed = [row for row in rows if row["op"] != "train" or "mfu_noncausal" in row]
     body = [
         (
-            row["model"], row.get("impl", "ours"),
-            ", ".join(f"{k} {v}" for k, v in row["layout"].items() if v) or "one device",
-            str(row["seqlen"]), f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{100 * row['mfu_noncausal']:.1f}% / {100 * row['mfu_causal']:.1f}%", measured(row),
+            row["model"], layout_text(row["layout"]), f"{row['state']}, {row['seqlen']:,}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{100 * row['mfu_noncausal']:.1f}% / {100 * row['mfu_causal']:.1f}%",
+            f"{row['step_ms']['exposed_comm']:.0f} / {row['step_ms']['bubble']:.0f}"
+            f" of {row['median_us'] / 1e3:,.0f} ms",
+            f"{row['peak_memory_gib']:.0f} GiB", measured(row),
         )
-        for row in (group[-1] for group in newest(rows, "train", keys))
+        for row in (group[-1] for group in newest(timed, "train", keys))
     ]  # fmt: skip
     header = (
-        "training", "impl", "layout", "seqlen", "tokens/s a device", "MFU non-causal / causal",
-        "measured",
+        "training", "layout", "state, seqlen", "tokens/s a device", "MFU non-causal / causal",
+        "exposed communication / bubble of a step", "peak memory", "measured",
     )  # fmt: skip
     return markdown(header, body) if body else ""
+
+
+def layout_text(layout: Row) -> str:
+    """A row's layout in the short form of the command line."""
+    sharded, tp, pp, cp = (layout[name] for name in ("dp_shard", "tp", "pp", "cp"))
+    parts = [f"DP{layout['dp_replicate']}"] if layout["dp_replicate"] > 1 else []
+    parts += [f"ZeRO-{layout['zero']} over {sharded}"] if sharded > 1 else []
+    parts += [f"TP{tp}" + ("+SP" if layout["sequence_parallel"] else "")] if tp > 1 else []
+    parts += [f"CP{cp}"] if cp > 1 else []
+    if pp > 1:
+        parts.append(f"PP{pp} {layout['schedule']}, {layout['num_microbatches']} micro-batches")
+    if layout["async_tp"]:
+        parts.append("async TP")
+    recompute = layout["activation_checkpointing"]
+    if recompute != "none":
+        parts.append(f"{recompute} checkpointing")
+    return ", ".join(parts) or "one device"
 
 
 def serve_table(rows: list[Row]) -> str:

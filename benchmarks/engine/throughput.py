@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,17 @@ class Load:
         return Load(
             prompts=prompts, new_tokens=[draw.randint(shortest, longest) for _ in range(count)]
         )
+
+    @staticmethod
+    def shrinking(count: int, longest: int, sizes: Sequence[int]) -> Load:
+        """A load that is over soon: at most `count` requests that end so that the batch stays at
+        every size for a few steps, and all graphs are recorded; two prompts are the longest."""
+        sizes = sorted({min(size, count) for size in sizes})
+        draw = random.Random(1)
+        lengths = [longest] * 2 + [8] * (count - 2)
+        prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths[:count]]
+        lives = [8 + 4 * sum(size > number for size in sizes) for number in range(count)]
+        return Load(prompts=prompts, new_tokens=[min(life, longest) for life in lives])
 
     def described(self) -> dict[str, Any]:
         """For a row."""
@@ -98,8 +110,10 @@ def ours(llm: LLM, load: Load) -> Run:
     return run
 
 
-def transformers_model(shape: DecoderConfig, device: str, dtype: torch.dtype) -> Any:
-    """Transformers' Llama of a shape with random weights."""
+def transformers_model(
+    shape: DecoderConfig, device: str, dtype: torch.dtype, attention: str = "sdpa"
+) -> Any:
+    """Transformers' Llama of a shape with random weights and an attention by its name."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -116,7 +130,7 @@ def transformers_model(shape: DecoderConfig, device: str, dtype: torch.dtype) ->
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation=attention
         )
     model.to_empty(device=device)
     with torch.no_grad():
@@ -129,15 +143,12 @@ def transformers_model(shape: DecoderConfig, device: str, dtype: torch.dtype) ->
     return model.eval()
 
 
-def theirs(model: Any, load: Load, limit_s: float) -> Run:
-    """The load through Transformers' continuous batching, as it comes; stopped after limit_s, when
-    what unfinished requests have so far counts too."""
-    import transformers
-
-    settings = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=max(load.new_tokens), eos_token_id=-1, pad_token_id=0
-    )
-    manager = model.init_continuous_batching(generation_config=settings)
+def theirs(model: Any, load: Load, limit_s: float) -> tuple[Run, str]:
+    """The load through Transformers' continuous batching, warmed up, and its attention; stopped
+    after limit_s, when what unfinished requests have so far counts too."""
+    manager = _manager(model, load)
+    manager.warmup()
+    used = str(model.config._attn_implementation)
     manager.start()
     run = Run(seconds=0.0, tokens=0, finished=0)
     try:
@@ -162,8 +173,31 @@ def theirs(model: Any, load: Load, limit_s: float) -> Run:
             run.tokens += count
         run.seconds = time.perf_counter() - start_s
     finally:
-        manager.stop(block=True, timeout=10.0)
-    return run
+        # A flush would compute what is left, with the attention that stop() puts back.
+        manager.stop(block=True, timeout=10.0, hard_stop=True)
+    return run, used
+
+
+def _manager(model: Any, load: Load) -> Any:
+    import transformers
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    settings = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=max(load.new_tokens), eos_token_id=-1, pad_token_id=0
+    )
+    hints = WorkloadHints(
+        max_prompt_length=max(map(len, load.prompts)),
+        max_generated_length=max(load.new_tokens),
+        num_requests=len(load.prompts),
+    )
+    sizes: dict[str, int] = {}
+    if model.device.type == "cpu":  # where it would take 90 % of the main memory
+        sizes = {"num_blocks": 32, "max_batch_tokens": 64}
+    return model.init_continuous_batching(
+        generation_config=settings,
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**sizes),
+        workload_hints=hints,
+    )
 
 
 def _next(manager: Any, end_s: float) -> Any:

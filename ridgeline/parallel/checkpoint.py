@@ -1,7 +1,7 @@
 """A run's state on disk: the same folder from any layout, written whole, checked when read.
 
     <run>/checkpoints/step-00000120/
-        model*.safetensors      fp32 master parameters by full name, a file a rank
+        model*.safetensors      fp32 master parameters by full name, a file or a few a rank
         optimizer*.safetensors  exp_avg, exp_avg_sq and step by "<kind>.<full name>"
         rng*.safetensors        generator states of each rank
         metadata.json           where each box of each tensor is (storage.py)
@@ -24,6 +24,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_dir
 from ridgeline.parallel.storage import DamagedError, State, file_facts, staged, write_state
+from ridgeline.parallel.tensor_file import WRITERS
 
 Found = TypeVar("Found")
 Group = dist.ProcessGroup | None
@@ -224,8 +226,9 @@ def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
                 "go on with the version that wrote it, or choose another run_dir"
             )
         names = sorted(state["files"], key=lambda name: (-state["files"][name]["bytes"], name))
-        for name in names[share[0] :: share[1]]:
-            _verify_file(path / name, state["files"][name])
+        with ThreadPoolExecutor(WRITERS) as pool:
+            mine = names[share[0] :: share[1]]
+            list(pool.map(lambda name: _verify_file(path / name, state["files"][name]), mine))
     except OSError as error:
         raise DamagedError(f"checkpoint: could not read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,13 +1,14 @@
 """Tensors of all ranks in safetensors files, through PyTorch's distributed checkpoint (DCP).
 
-    <folder>/model-00003.safetensors      what rank 3 writes of section "model" (no number: alone)
+    <folder>/model-00003.safetensors      what rank 3 writes of section "model" (no number: alone);
+             model-00003.1.safetensors    more files where it is large, written at the same time
             /metadata.json                name -> dtype, whole shape, chunks (offsets, sizes, file)
 
 A tensor is known by "<section>/<full name>" and its whole shape; each rank states which boxes of it
 it holds (`Piece`). DCP's planners do the rest: one writer for boxes that several ranks hold, the
 check that the boxes tile the whole, and the cutting of saved boxes into wanted ones. Its own file
 storage is not used: that pickles its metadata and its tensors, and files are never unpickled here.
-Bound by the disk; a rank writes each byte once and reads what its boxes overlap.
+Bound by checksums or the disk; a rank writes each byte once and reads what its boxes overlap.
 Source of the interfaces: torch.distributed.checkpoint (planner.py, storage.py), PyTorch 2.11-2.14.
 """
 
@@ -19,6 +20,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -54,6 +55,7 @@ from torch.futures import Future
 
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError
+from ridgeline.parallel.tensor_file import WRITERS, cut_in_parts, write_tensors
 
 METADATA = "metadata.json"
 
@@ -164,7 +166,7 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, flushed to disk."""
         sections: dict[str, dict[str, torch.Tensor]] = {}
-        places: list[tuple[MetadataIndex, str, str]] = []
+        indices: dict[tuple[str, str], MetadataIndex] = {}
         for item in plan.items:
             section, _, name = item.index.fqn.partition("/")
             assert item.tensor_data is not None and item.index.offset is not None
@@ -172,28 +174,28 @@ class SafetensorsWriter(StorageWriter):
                 name += "@" + ",".join(map(str, item.index.offset))
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
-            sections.setdefault(section, {})[name] = tensor.contiguous()
-            places.append((item.index, f"{section}{self._number}.safetensors", name))
-        facts = {
-            f"{section}{self._number}.safetensors": self._write(section, tensors)
-            for section, tensors in sections.items()
-        }
+            sections.setdefault(section, {})[name] = tensor
+            indices[section, name] = item.index
+        files: list[tuple[str, str, dict[str, torch.Tensor]]] = []
+        for section, tensors in sections.items():
+            for number, part in enumerate(cut_in_parts(tensors)):
+                more = f".{number}" if number else ""
+                files.append((section, f"{section}{self._number}{more}.safetensors", part))
+        with ThreadPoolExecutor(WRITERS) as pool:
+            facts = list(pool.map(lambda file: self._write(file[1], file[2]), files))
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
-                WriteResult(index, facts[file]["bytes"], (file, key, facts[file]))
-                for index, file, key in places
+                WriteResult(indices[section, key], told["bytes"], (file, key, told))
+                for (section, file, part), told in zip(files, facts, strict=True)
+                for key in part
             ]
         )
         return done
 
-    def _write(self, section: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        path = self._folder / f"{section}{self._number}.safetensors"
+    def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         try:
-            save_tensors(path, tensors)
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-            return file_facts(path)
+            return write_tensors(self._folder / file, tensors)
         except OSError as error:
             raise UserError(
                 f"checkpoint: could not write {self._folder}: {error.strerror or error}"
@@ -221,14 +223,6 @@ class SafetensorsWriter(StorageWriter):
             dtype = dtype_name(stored.properties.dtype)
             tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
         (self._folder / METADATA).write_text(json.dumps(tensors), encoding="utf-8")
-
-
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file. Raises: UserError where the disk refuses."""
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise UserError(f"checkpoint: could not write {path.parent.parent}: {error}") from error
 
 
 def file_facts(path: Path) -> dict[str, Any]:

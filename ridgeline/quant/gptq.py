@@ -2,12 +2,13 @@
 
 Minimize tr (Q - W) H (Q - W)^T over codes, H = X^T X of the layer's inputs. With U the upper
 Cholesky factor of H^-1 (columns in processing order), column k is rounded and its error e = (w_k -
-q_k) / U_kk is taken from the later columns: w_j -= e U_kj. Columns go in blocks of 128: inside a
-block each column first collects the block's earlier errors (one matrix-vector product), later
-blocks are updated once a block (one matrix product).
-Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K small
-steps, so layers that share an input are stacked along N and solved together (rows are independent
-given U).
+q_k) / U_kk is taken from the later columns: w_j -= e U_kj. (Here U's rows are divided by U_kk
+instead, so that e is the plain difference.) Columns go in blocks of 128, a block in parts of 16:
+inside a part each column first collects the part's earlier errors (one matrix-vector product), the
+rest of the block is updated once a part and later blocks once a block (matrix products).
+Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K times five
+small steps, so layers that share an input are stacked along N and solved together (rows are
+independent given U).
 Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, sections 3.2-3.3 (arXiv 2210.17323);
 static groups and act-order: the same authors' public notes; scale refit and the second solve: ours,
 docs/log.
@@ -28,7 +29,7 @@ from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
 _HESSIAN_STRIPS, _LEAST_STRIP = 6, 128
-_PART = 32
+_PART = 16
 """Columns of a block that are brought up to date one by one."""
 
 
@@ -45,6 +46,13 @@ class LayerReport:
     damping_raises: int
     dead_columns: int
     """Inputs that were always zero; their weights are set to zero."""
+
+
+def strips(K: int) -> list[tuple[int, int]]:
+    """Strips of rows of a symmetric matrix; each is computed from the diagonal on, so most of the
+    half below is not computed at all."""
+    width = max(-(-K // _HESSIAN_STRIPS), _LEAST_STRIP)
+    return [(start, min(start + width, K)) for start in range(0, K, width)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,18 +76,11 @@ class Hessian:
         x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1])
         narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)
         x_MK = x_MK if narrow else x_MK.float()
-        for start, stop in self._strips():
+        for start, stop in strips(x_MK.shape[1]):
             left, right = x_MK[:, start:stop].T, x_MK[:, start:]
             product = torch.mm(left, right, out_dtype=torch.float32) if narrow else left @ right
             self.sum_KK[start:stop, start:].add_(product)
         self.tokens += x_MK.shape[0]
-
-    def _strips(self) -> list[tuple[int, int]]:
-        """Strips of rows; each is computed from the diagonal on, so most of the half below is not
-        computed at all."""
-        K = len(self.sum_KK)
-        width = max(-(-K // _HESSIAN_STRIPS), _LEAST_STRIP)
-        return [(start, min(start + width, K)) for start in range(0, K, width)]
 
     def reduce(self, ranks: Ranks) -> None:
         """Add up what the ranks have seen."""
@@ -91,7 +92,7 @@ class Hessian:
     def mean(self) -> torch.Tensor:
         """X^T X / tokens, fp32."""
         mean_KK = (self.sum_KK / max(self.tokens, 1)).float()
-        for start, stop in self._strips():
+        for start, stop in strips(len(mean_KK)):
             mean_KK[stop:, start:stop] = mean_KK[start:stop, stop:].T
         return mean_KK
 
@@ -118,18 +119,17 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
     check_inputs(hessian_KK, name)
     diagonal = hessian_KK.diagonal()
     dead = diagonal <= 0
-    H = hessian_KK.clone()
-    H.diagonal()[dead] = 1.0
     if options.order == "natural":
-        order = torch.arange(len(diagonal), device=H.device)
+        order = torch.arange(len(diagonal), device=diagonal.device)
     else:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    H = H[order][:, order]
+    backwards = order.flip(0)
+    H = hessian_KK[backwards][:, backwards]
     mean = float(diagonal.mean()) or 1.0
-    eye = H.diagonal().clone()
+    undamped = torch.where(dead, 1.0, diagonal)[backwards]
     damping, raises = options.damping, 0
     while True:
-        H.diagonal().copy_(eye + damping * mean)
+        H.diagonal().copy_(undamped + damping * mean)
         upper, failed = _inverse_upper(H)
         if not failed:
             return Factor(
@@ -143,23 +143,43 @@ def factorize(hessian_KK: torch.Tensor, options: GPTQOptions, name: str = "layer
             )
 
 
-def _inverse_upper(H: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Upper U with H^-1 = U^T U, and whether it failed.
+def _inverse_upper(reversed_KK: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Upper U with H^-1 = U^T U from H in reversed order, and whether it failed.
 
     With J the reversal of order and J H J = L L^T, U = J L^-1 J: one factorization and one
     triangular inverse instead of two factorizations around an inverse.
     """
-    lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
+    lower, info = torch.linalg.cholesky_ex(reversed_KK)
     if int(info):
-        return H, True
-    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1).contiguous()
-    return upper, not bool(torch.isfinite(upper).all())
+        return lower, True
+    inverse = lower.new_zeros(lower.shape)  # by rows, which the factor is not
+    _invert_lower(lower, inverse)
+    return inverse.flip(0, 1), not is_finite(inverse)
+
+
+def _invert_lower(lower_KK: torch.Tensor, out_KK: torch.Tensor) -> None:
+    """L^-1 of a lower triangle by halves, so that nearly all of it is matrix products:
+    [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. out: zero above the diagonal."""
+    K = len(lower_KK)
+    if K <= _LEAST_STRIP:
+        eye = torch.eye(K, dtype=lower_KK.dtype, device=lower_KK.device)
+        out_KK.copy_(torch.linalg.solve_triangular(lower_KK, eye, upper=False))
+        return
+    half = K // 2
+    first, second = out_KK[:half, :half], out_KK[half:, half:]
+    _invert_lower(lower_KK[:half, :half], first)
+    _invert_lower(lower_KK[half:, half:], second)
+    out_KK[half:, :half] = (second @ (lower_KK[half:, :half] @ first)).neg_()
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether all values are: one pass, since extremes pass NaN on."""
+    return bool(torch.isfinite(torch.stack(x.aminmax())).all())
 
 
 def check_inputs(hessian_KK: torch.Tensor, name: str) -> None:
     """Refuse inputs that were NaN or infinite somewhere. Raises: UserError naming the layer."""
-    if not bool(torch.isfinite(hessian_KK).all()):
+    if not is_finite(hessian_KK):
         raise UserError(
             f"quantize: the inputs of {name} must be finite, got NaN or infinity; the model "
             "overflows in this dtype (calibrate in float32 or bfloat16) or its weights are damaged"
@@ -174,7 +194,7 @@ def check_weights(weights: list[torch.Tensor], name: str) -> None:
 
 def check_finite(w_NK: torch.Tensor, name: str) -> None:
     """Refuse a weight that no code stands for. Raises: UserError naming the layer."""
-    if not bool(torch.isfinite(w_NK).all()):
+    if not is_finite(w_NK):
         raise UserError(
             f"quantize: the weights of {name} must be finite, got NaN or infinity; fetch the "
             "checkpoint again, or skip the layer"
@@ -202,7 +222,7 @@ def quantize_layers(
     for _ in range(options.refits):
         solver.refit(signed_KN)
         signed_KN = solver.solve()
-    return solver.results(signed_KN, [len(w_NK) for w_NK in weights])
+    return solver.results(signed_KN)
 
 
 class _Solver:
@@ -219,11 +239,14 @@ class _Solver:
     ) -> None:
         self.H, self.factor, self.spec = H, factor, spec
         self.group_size, self.options = group_size, options
-        self.original_KN = torch.cat([w_NK.to(H.dtype) for w_NK in weights]).T.contiguous()
-        self.target_KN = self.original_KN.masked_fill(factor.dead_K[:, None], 0.0)
+        self.weights = [w_NK.to(H.dtype) for w_NK in weights]
+        self.target_KN = torch.cat(self.weights).T.contiguous()
+        self.target_KN.masked_fill_(factor.dead_K[:, None], 0.0)
         # What a squared rounding error in a column finally costs, once the later columns have taken
         # what they can of it; in processing order.
-        self.cost_K = factor.upper_KK.diagonal().square().reciprocal()
+        pivot_K = factor.upper_KK.diagonal()
+        self.cost_K = pivot_K.square().reciprocal()
+        self.unit_KK = factor.upper_KK / pivot_K[:, None]
         K, N = self.target_KN.shape
         steps = torch.arange(K, device=H.device)
         self.static = options.order == "static"
@@ -250,95 +273,82 @@ class _Solver:
     def solve(self) -> torch.Tensor:
         """All columns, block by block: signed codes (code - zero) [K, N] in processing order."""
         work_KN = self.target_KN[self.factor.order_K]
-        upper_KK, K = self.factor.upper_KK, len(work_KN)
+        K = len(work_KN)
         signed_KN = torch.empty_like(work_KN)
         fused = columns_op.fused(work_KN.device, work_KN.dtype)
         start = 0
         while start < K:
-            stop = self._block_end(start, fused is not None)
+            stop = self._block_end(start)
+            if not self.known and start % self.group_size == 0:
+                self._set_group(work_KN, start)
+            block = slice(start, stop)
             if fused is None:
-                error_BN = self._solve_block(work_KN, signed_KN, start, stop)
+                error_BN = self._solve_block(work_KN[block], signed_KN[block], start)
             else:
-                error_BN = self._solve_fused(fused, work_KN, signed_KN[start:stop], start)
+                error_BN = self._solve_fused(fused, work_KN[block], signed_KN[block], start)
             if stop < K:
-                work_KN[stop:].addmm_(upper_KK[start:stop, stop:].T, error_BN, alpha=-1)
+                work_KN[stop:].addmm_(self.unit_KK[block, stop:].T, error_BN, alpha=-1)
             start = stop
         self.known = True
         return signed_KN
 
-    def _block_end(self, start: int, fused: bool) -> int:
-        """Where the block from a step on ends; a fused one does not go past a group whose
-        parameters are still to be set."""
-        stop = min(start + self.options.block, len(self.target_KN))
-        if not fused:
-            return stop
-        stop = min(stop, start + columns_op.MAX_STEPS)
+    def _block_end(self, start: int) -> int:
+        """Where the block from a step on ends: not past a group whose parameters are still to be
+        set."""
+        stop = min(start + min(self.options.block, columns_op.MAX_STEPS), len(self.target_KN))
         if not self.known:
             stop = min(stop, (start // self.group_size + 1) * self.group_size)
         return stop
 
     def _solve_fused(
-        self, fused: columns_op.Solve, work_KN: torch.Tensor, signed_BN: torch.Tensor, start: int
+        self, fused: columns_op.Solve, work_BN: torch.Tensor, signed_BN: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """The columns of one block in one launch; their errors over U_kk."""
-        stop = start + len(signed_BN)
-        if not self.known and start % self.group_size == 0:
-            self._set_group(work_KN, work_KN[:0], start, start)
+        """The columns of one block in one launch; their errors."""
+        block = slice(start, start + len(work_BN))
         error_BN = torch.empty_like(signed_BN)
         columns = columns_op.Columns(
-            work_BN=work_KN[start:stop],
-            upper_BB=self.factor.upper_KK[start:stop, start:stop],
+            work_BN=work_BN,
+            unit_BB=self.unit_KK[block, block],
             scale_RN=self.scale_RN,
             zero_RN=self.zero_RN,
-            group_B=self.step_group_K[start:stop].to(torch.int32),
+            group_B=self.step_group_K[block].to(torch.int32),
             max_code=self.spec.max_code,
         )
         fused(columns, signed_BN, error_BN)
         return error_BN
 
     def _solve_block(
-        self, work_KN: torch.Tensor, signed_KN: torch.Tensor, start: int, stop: int
+        self, work_BN: torch.Tensor, signed_BN: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """The columns of one block in turn; their errors over U_kk.
-
-        Where groups are known, the errors of every _PART columns are taken from the rest of the
-        block at once, so that a column collects those of its own part only.
-        """
-        max_code = self.spec.max_code
-        error_BN = torch.empty_like(work_KN[start:stop])
-        upper_BB = self.factor.upper_KK[start:stop, start:stop]
-        first = 0
-        # Row j holds U[start + i, start + j] for i < j: what column j takes of earlier errors.
-        taken_BB = upper_BB.T.contiguous()
-        pivots = taken_BB.diagonal().tolist()
-        groups = self.step_group_K[start:stop].tolist()
-        for j, group in enumerate(groups):
-            step = start + j
-            if not self.known and step % self.group_size == 0:
-                self._set_group(work_KN, error_BN[:j], start, step)
-            if self.known and j - first == _PART:
-                work_KN[step:stop].addmm_(upper_BB[first:j, j:].T, error_BN[first:j], alpha=-1)
-                first = j
-            w_N = work_KN[step]
-            if j > first:
-                w_N = torch.addmv(w_N, error_BN[first:j].T, taken_BB[j, first:j], alpha=-1)
-            scale_N, zero_N = self.scale_RN[group], self.zero_RN[group]
-            signed_N = signed_KN[step]
-            torch.div(w_N, scale_N, out=signed_N)
-            signed_N.round_().add_(zero_N).clamp_(0, max_code).sub_(zero_N)
-            torch.addcmul(w_N, signed_N, scale_N, value=-1, out=error_BN[j])
-            error_BN[j].div_(pivots[j])
+        """The columns of one block in turn, part by part; their errors."""
+        error_BN = torch.empty_like(work_BN)
+        unit_BB = self.unit_KK[start : start + len(work_BN), start : start + len(work_BN)]
+        grids = (self.scale_RN, -self.zero_RN, self.spec.max_code - self.zero_RN)
+        grid_of = list(zip(*(grid_RN.unbind() for grid_RN in grids), strict=True))
+        groups = self.step_group_K[start : start + len(work_BN)].tolist()
+        for first in range(0, len(work_BN), _PART):
+            part, rest = slice(first, first + _PART), slice(first + _PART, None)
+            error_PN = error_BN[part]
+            rows = zip(
+                work_BN[part].unbind(), signed_BN[part].unbind(), error_PN.unbind(),
+                unit_BB[part, part].T.contiguous().unbind(), groups[part], strict=True,
+            )  # fmt: skip
+            for j, (w_N, signed_N, error_N, taken_P, group) in enumerate(rows):
+                scale_N, low_N, high_N = grid_of[group]
+                if j:
+                    w_N.addmv_(error_PN[:j].T, taken_P[:j], alpha=-1)
+                torch.div(w_N, scale_N, out=signed_N)
+                torch.clamp(signed_N.round_(), low_N, high_N, out=signed_N)
+                torch.addcmul(w_N, signed_N, scale_N, value=-1, out=error_N)
+            if rest.start < len(work_BN):
+                work_BN[rest].addmm_(unit_BB[part, rest].T, error_PN, alpha=-1)
         return error_BN
 
-    def _set_group(
-        self, work_KN: torch.Tensor, error_JN: torch.Tensor, start: int, step: int
-    ) -> None:
-        """Group parameters from the weights as they stand when the group starts, the errors of this
-        block included (a group may begin inside a block or be longer than it)."""
-        end = min(step + self.group_size, len(work_KN))
-        current = work_KN[step:end] - self.factor.upper_KK[start:step, step:end].T @ error_JN
-        scale_N, zero_N = self._params(current.T, self.cost_K[step:end])
-        group = step // self.group_size
+    def _set_group(self, work_KN: torch.Tensor, start: int) -> None:
+        """Group parameters from the weights as they stand when the group starts."""
+        steps = slice(start, start + self.group_size)
+        scale_N, zero_N = self._params(work_KN[steps].T, self.cost_K[steps])
+        group = start // self.group_size
         self.scale_RN[group], self.zero_RN[group] = scale_N, zero_N
 
     def refit(self, signed_KN: torch.Tensor) -> None:
@@ -359,21 +369,20 @@ class _Solver:
         scale_RN = refit_scales(target_KN, codes_KN, damped_KK, self.group_size, self.scale_RN)
         self.scale_RN = self.spec.store(scale_RN)
 
-    def results(
-        self, signed_KN: torch.Tensor, rows: list[int]
-    ) -> list[tuple[QuantizedWeight, LayerReport]]:
+    def results(self, signed_KN: torch.Tensor) -> list[tuple[QuantizedWeight, LayerReport]]:
         """Undo the order, split the stack, measure."""
         order, spec = self.factor.order_K, self.spec
+        zero = spec.middle if spec.symmetric else self.zero_RN[self.step_group_K]
         code_KN = torch.empty(signed_KN.shape, dtype=torch.uint8, device=order.device)
-        code_KN[order] = (signed_KN + self.zero_RN[self.step_group_K]).to(torch.uint8)
+        code_KN[order] = (signed_KN + zero).to(torch.uint8)
         group_of_K = torch.empty(len(order), dtype=torch.int32, device=order.device)
         group_of_K[order] = self.step_group_K.to(torch.int32)
         code_NK, scale_NR = code_KN.T, self.scale_RN.T.to(spec.scale_dtype)
         zero_NR = self.zero_RN.T.to(torch.uint8)
         results, first = [], 0
-        for count in rows:
-            part = slice(first, first + count)
-            first += count
+        for w_NK in self.weights:
+            part = slice(first, first + len(w_NK))
+            first += len(w_NK)
             weight = QuantizedWeight(
                 code_NK=code_NK[part].contiguous(),
                 scale_NR=scale_NR[part].contiguous(),
@@ -382,7 +391,6 @@ class _Solver:
                 group_size=self.group_size,
                 group_of_K=group_of_K if self.options.order == "activation" else None,
             )
-            w_NK = self.original_KN[:, part].T
             loss, relative = output_error(w_NK, weight.dequantize().to(w_NK.dtype), self.H)
             report = LayerReport(
                 loss=loss,
@@ -401,7 +409,12 @@ def output_error(
     """(mean squared error a token, relative error) of a layer's output for inputs with this H."""
 
     def energy(x_NK: torch.Tensor) -> float:
-        return float(((x_NK @ hessian_KK) * x_NK).sum())
+        total = torch.zeros((), dtype=torch.float64, device=x_NK.device)
+        for start, stop in strips(x_NK.shape[1]):  # what is left of a strip counts twice there
+            part = x_NK[:, start:stop] @ hessian_KK[start:stop, start:]
+            part[:, stop - start :].mul_(2.0)
+            total += part.mul_(x_NK[:, start:]).sum()
+        return float(total)
 
     loss = max(energy(q_NK - w_NK), 0.0)
     total = energy(w_NK)

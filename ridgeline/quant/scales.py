@@ -3,8 +3,6 @@ codes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from ridgeline.formats.grid import GridSpec, group_view, range_params
@@ -145,47 +143,50 @@ class JointRanges:
         H_GG, old_GN = self.H[rows, rows], self.error_KN[rows]
         own_GN = H_GG @ old_GN
         outside_GN = (self.pull_KN[rows] - own_GN).mul_(2.0)
-        scale, zero = self.scale_RN[r].clone(), self.zero_RN[r].clone()
-        least = own_GN.add_(outside_GN).mul_(old_GN).sum(0)
-        for new_scale, new_zero in self._candidates(r, neighbours):
-            error_GN = self._error(r, new_scale, new_zero)
-            total = (H_GG @ error_GN).add_(outside_GN).mul_(error_GN).sum(0)
-            better = total < least
-            if not self.clips:
-                better &= self._holds(r, new_scale, new_zero)
-            least = torch.where(better, total, least)
-            scale = torch.where(better, new_scale, scale)
-            zero = torch.where(better, new_zero, zero)
-        change_GN = self._error(r, scale, zero).sub_(old_GN)
-        self.scale_RN[r], self.zero_RN[r] = scale, zero
+        least_N = own_GN.add_(outside_GN).mul_(old_GN).sum(0)
+        scale_CN, zero_CN = self._candidates(r, neighbours)
+        error_GCN = rounding_error(
+            self.w_KN[rows].unsqueeze(1), scale_CN, zero_CN, self.spec.max_code
+        )
+        cost_GCN = (H_GG @ error_GCN.flatten(1)).view_as(error_GCN)
+        total_CN = cost_GCN.add_(outside_GN.unsqueeze(1)).mul_(error_GCN).sum(0)
+        if not self.clips:
+            total_CN.masked_fill_(~self._holds(r, scale_CN, zero_CN), float("inf"))
+        total_N, chosen_N = total_CN.min(0)
+        better_N = total_N < least_N
+        chosen_1N = chosen_N.unsqueeze(0)
+        for held_RN, offered_CN in ((self.scale_RN, scale_CN), (self.zero_RN, zero_CN)):
+            new_N = offered_CN.gather(0, chosen_1N).squeeze(0)
+            held_RN[r] = torch.where(better_N, new_N, held_RN[r])
+        index_GCN = chosen_1N.expand(self.group_size, -1).unsqueeze(1)
+        new_GN = error_GCN.gather(1, index_GCN).squeeze(1)
+        change_GN = torch.where(better_N, new_GN.sub_(old_GN), 0.0)
         old_GN.add_(change_GN)
         self.pull_KN.addmm_(self.H[:, rows], change_GN)
 
-    def _candidates(self, r: int, neighbours: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        spec, low, high = self.spec, self.low_RN[r], self.high_RN[r]
-        scale, zero = self.scale_RN[r].clone(), self.zero_RN[r].clone()
+    def _candidates(self, r: int, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zero), [C, N] each."""
+        spec, low_N, high_N = self.spec, self.low_RN[r], self.high_RN[r]
+        scale_N, zero_N = self.scale_RN[r], self.zero_RN[r]
         if neighbours:
             moves = (0.0,) if spec.symmetric else (-1.0, 0.0, 1.0)
-            for factor in _NEARBY:
-                for move in moves:
-                    if factor != 1.0 or move:
-                        moved = (zero + move).clamp_(0, spec.max_code)
-                        yield spec.store(scale * factor), moved
-            return
-        extreme = torch.where(high > -low, high, low)
-        for ratio in _COARSE:
-            if spec.symmetric:
-                new = extreme * (-ratio / spec.middle)
-                yield spec.store(torch.where(extreme == 0, 1.0, new)), zero
-            else:
-                yield range_params(low * ratio, high * ratio, spec)
+            tried = [(f, m) for f in _NEARBY for m in moves if f != 1.0 or m]
+            factor_C1, move_C1 = low_N.new_tensor(tried).T.unsqueeze(-1)
+            return spec.store(scale_N * factor_C1), (zero_N + move_C1).clamp_(0, spec.max_code)
+        ratio_C1 = low_N.new_tensor(_COARSE).unsqueeze(-1)
+        if not spec.symmetric:
+            return range_params(low_N * ratio_C1, high_N * ratio_C1, spec)
+        extreme_N = torch.where(high_N > -low_N, high_N, low_N)
+        new_CN = extreme_N * (-ratio_C1 / spec.middle)
+        scale_CN = spec.store(torch.where(extreme_N == 0, 1.0, new_CN))
+        return scale_CN, zero_N.expand_as(scale_CN)
 
     def _error(self, r: int, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Rounded minus exact of one group, [g, N]."""
         return rounding_error(self.w_KN[self._rows(r)], scale, zero, self.spec.max_code)
 
     def _holds(self, r: int, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Rows of which no value lies more than half a step outside."""
+        """Whether a row has no value more than half a step outside, by candidate."""
         first, last = -(zero + 0.5) * scale, (self.spec.max_code + 0.5 - zero) * scale
         least, most = torch.minimum(first, last), torch.maximum(first, last)
         return (least <= self.low_RN[r]) & (most >= self.high_RN[r])

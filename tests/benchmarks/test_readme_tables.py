@@ -192,3 +192,26 @@ def test_blocks_are_replaced_between_their_markers():
     )
     with pytest.raises(ValueError, match="README.md must hold <!-- y:begin -->"):
         tables.replace_block(text, "y", "new")
+
+
+def test_training_rows_say_their_layout_and_what_is_no_speed_is_left_out(written):
+    layout = {
+        "dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1, "zero": 3,
+        "schedule": "zbv", "num_microbatches": 8, "sequence_parallel": True,
+        "activation_checkpointing": "full", "async_tp": False,
+    }  # fmt: skip
+    speed = _row(
+        "ridgeline", 2e6, op="train", model="llama-8b", layout=layout, state="float32",
+        seqlen=8192, tokens_per_s_per_gpu=9554.1, mfu_noncausal=0.559, mfu_causal=0.497,
+        peak_memory_gib=101.4, step_ms={"exposed_comm": 28.6, "bubble": 3.2},
+    )  # fmt: skip
+    parity = _row("ridgeline", 0, op="train", model="verify", verify={"error": 1e-7}, layout=layout)
+    lines = readme_tables.train_table(written([speed, parity], "train")).splitlines()
+    assert len(lines) == 3
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells[:5] == [
+        "llama-8b",
+        "ZeRO-3 over 2, TP2+SP, PP2 zbv, 8 micro-batches, full checkpointing",
+        "float32, 8,192", "9,554", "55.9% / 49.7%",
+    ]  # fmt: skip
+    assert cells[5:7] == ["29 / 3 of 2,000 ms", "101 GiB"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ridgeline.core.protocols import ScaleFold
 from ridgeline.formats.awq import AWQFormat
-from ridgeline.formats.grid import GridSpec
+from ridgeline.formats.grid import GridSpec, quantize_rtn
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.quant import awq
@@ -112,29 +112,36 @@ def test_the_search_measures_the_parents_output(ids: torch.Tensor, monkeypatch) 
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     fold, report = model.scale_folds()[0], reports[0]
     assert report.accepted and report.error_scaled < report.error_plain
-    check = model.blocks[0].input_layernorm(model.embed(ids)[4:])
+    check = model.blocks[0].input_layernorm(model.embed(ids)[4:6])
     step = model._step(torch.arange(24))
     attention = model.blocks[0].self_attn
     exact = attention(check, step)
-    form = AWQFormat(group_size=16)
+    exact_scales = replace(GRID[0], scale_dtype=torch.float32)
     for name in fold.consumers:
         linear = model.blocks[0].get_submodule(name)
-        linear.weight.copy_(form.quantize_ref(linear.weight).dequantize())
+        linear.weight.copy_(quantize_rtn(linear.weight, exact_scales, 16).dequantize())
     wrong = (attention(check, step) - exact).norm() / exact.norm()
     assert report.error_plain == pytest.approx(float(wrong), rel=1e-3)
 
 
-def test_every_candidate_is_tried_and_identity_among_them(ids, monkeypatch) -> None:
-    tried: list = []
-    real = awq.candidate
-    monkeypatch.setattr(
-        awq, "candidate", lambda *a: tried.append(a[2:]) or real(*a)
-    )  # fmt: skip
-    search(decoder(), Batch(x=decoder().embed(ids)), grid=4, search_tokens=24)
-    places = [tried[start : start + 9] for start in range(0, len(tried), 9)]  # and the winner
-    grid = [(step / 4, form) for step in range(4) for form in (False, True)]
-    assert len(places) == 4 and all(place[:8] == grid for place in places)
-    assert real(torch.ones(3), torch.ones(3), 0.0, False) is None
+@pytest.mark.parametrize("grid", [1, 2, 7, 20])
+def test_the_grid_is_searched_in_both_forms_identity_first(grid) -> None:
+    """The best of the whole grid where the error has one valley a form; identity where nothing
+    is better."""
+    points = [(step / grid, over) for over in (False, True) for step in range(grid)]
+    for target in points:
+        tried: list[tuple[float, bool]] = []
+
+        def error(r: float, over: bool, target=target, tried=tried) -> float:
+            tried.append((r, over))
+            return abs(r - target[0]) + (over != target[1])
+
+        assert awq.best_point(error, grid) == target
+        assert tried[0] == (0.0, False) and len(set(tried)) == len(tried) <= grid + 5
+        assert set(tried) >= {point for point in points if point[0] * grid % 2 == 0}
+    for same in (1.0, float("nan")):
+        assert awq.best_point(lambda r, over, same=same: same, grid) == (0.0, False)
+    assert candidate(torch.ones(3), torch.ones(3), 0.0, False) is None
 
 
 def test_candidates_are_balanced_and_finite() -> None:

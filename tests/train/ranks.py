@@ -165,14 +165,15 @@ def train_and_die(config: Any, dying_rank: int, when: str) -> None:
 
         worker._batch_of = dying_batch
     elif int(os.environ["RANK"]) == dying_rank:
-        write = storage.save_tensors
+        write = storage.write_tensors
 
-        def dying_write(path: Path, tensors: Any) -> None:
-            write(path, tensors)
+        def dying_write(path: Path, tensors: Any) -> Any:
+            facts = write(path, tensors)
             if "step-00000004" in str(path) and path.name.startswith("optimizer"):
                 die()
+            return facts
 
-        storage.save_tensors = dying_write
+        storage.write_tensors = dying_write
     trainer.train(config)
 
 
@@ -181,14 +182,14 @@ def train_on_a_full_disk(config: Any, rank: int) -> None:
     from ridgeline.parallel import storage
     from ridgeline.train import trainer
 
-    write = storage.save_tensors
+    write = storage.write_tensors
 
-    def full(path: Path, tensors: Any) -> None:
+    def full(path: Path, tensors: Any) -> Any:
         if int(os.environ["RANK"]) == rank and "step-00000004" in str(path):
             raise OSError(28, "No space left on device")
-        write(path, tensors)
+        return write(path, tensors)
 
-    storage.save_tensors = full
+    storage.write_tensors = full
     trainer.train(config)
 
 

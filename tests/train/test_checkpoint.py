@@ -3,11 +3,10 @@ import warnings
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from ridgeline.core.errors import UserError
 from ridgeline.parallel import checkpoint as parallel_checkpoint
-from ridgeline.parallel import storage
+from ridgeline.parallel import storage, tensor_file
 from ridgeline.parallel.checkpoint import Record, Saver, newest_whole, publish, scan
 from ridgeline.parallel.storage import DamagedError, whole_piece
 from ridgeline.train import checkpoint
@@ -72,6 +71,23 @@ def test_only_safetensors_and_json(tmp_path):
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
     ]
+
+
+def test_large_sections_are_cut_into_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "PART_BYTES", 8)
+    kept = snapshot(1)
+    path = save(tmp_path, kept, keep_last=1)
+    names = {file.name for file in path.glob("*.safetensors")}
+    assert names >= {"model.safetensors", "model.1.safetensors", "optimizer.1.safetensors"}
+    found = load(path)
+    for section in ("model", "optimizer", "rng"):
+        ours = kept[1][section]
+        theirs = getattr(found, section)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    flip(path)
+    with pytest.raises(DamagedError, match="model.safetensors does not match its checksum"):
+        load(path)
 
 
 def test_random_numbers_go_on(tmp_path):
@@ -149,20 +165,13 @@ def test_a_damaged_later_one_does_not_push_out_a_good_one(tmp_path):
         assert latest(tmp_path) == tmp_path / "step-00000005"
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("file_facts", OSError(28, "No space left on device")),
-        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
-    ],
-)
-def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch, name, error):
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch):
     save(tmp_path, snapshot(1), keep_last=1)
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(storage, name, fail)
+    monkeypatch.setattr(tensor_file, "_append", full_disk)
     with pytest.raises(UserError, match=r"could not write .*: .*No space left on device"):
         save(tmp_path, snapshot(2), keep_last=1)
     monkeypatch.undo()
@@ -229,10 +238,7 @@ def test_beside_the_training_the_state_at_the_call_is_written(tmp_path):
 
 
 def test_what_fails_beside_the_training_is_raised_later(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(storage, "file_facts", fail)
+    monkeypatch.setattr(tensor_file, "_append", full_disk)
     saver = Saver(tmp_path, keep_last=1)
     record = Record(step=1, consumed_samples=1, config={}, facts={})
     saver.save(record, {"model/w": [whole_piece(torch.zeros(3))]}, beside=True)

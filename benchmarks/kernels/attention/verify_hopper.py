@@ -5,7 +5,8 @@
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
 first: narrow (what runs by default), turn (deterministic variants), single and pair (backward by
 roles: one block of threads, two), softcap, deterministic, far (scores far below zero), repeats,
-tune (times variants; prints, writes nothing). Every gradient is compared with the fp64 reference:
+tune (times variants; prints, writes nothing); those of the forward over caches are in
+verify_hopper_cached.py. Every gradient is compared with the fp64 reference:
 error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or missing (a
 kernel that is not in the cache of a machine without the DSL); the last line is JSON.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import bench_attention_hopper as bench
 import torch
+import verify_hopper_cached as cached
 
 from ridgeline.core.errors import UserError
 from ridgeline.kernels.attention import cute_sm90, ref
@@ -256,6 +258,7 @@ def host_time() -> None:
 
 def main() -> None:
     groups = {name.removeprefix("group_"): f for name, f in globals().items() if "group_" in name}
+    groups |= cached.groups(say)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--group", choices=sorted(groups), required=True)
     args = parser.parse_args()

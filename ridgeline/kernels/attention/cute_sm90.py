@@ -35,12 +35,9 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as backward_section,
 )
-from ridgeline.kernels.attention.cute_sm90_config import (
-    forward_config,
-    forward_traits,
-    heads_per_section,
-    padded,
-)
+from ridgeline.kernels.attention.cute_sm90_cached import Cached, cached
+from ridgeline.kernels.attention.cute_sm90_cached_config import forward_key, takes
+from ridgeline.kernels.attention.cute_sm90_config import heads_per_section, padded
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
@@ -70,11 +67,14 @@ def forward(
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
     plan = _planned("fwd", (q, k, v), options, extras)
-    out = torch.empty_like(q) if plan.alike else q.new_empty(plan.out_shape)
-    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    out, lse = torch.empty_like(plan.out), torch.empty_like(plan.lse)
     if q.shape[0] == 0:
         return out, lse
     stream = _stream(plan.device)
+    if plan.cached is not None:
+        arguments = plan.cached.arguments(plan.readable(q, k, v), out, lse, extras)
+        _launch(plan, stream, (*arguments, *plan.numbers))
+        return out, lse
     _launch(
         plan,
         stream,
@@ -117,11 +117,8 @@ def backward(
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     else:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
-    dq_sum = q.new_empty(plan.dq_sum_shape, dtype=torch.float32)
-    turns = None
-    if options.deterministic:
-        turns = q.new_empty((*plan.dq_sum_shape[:2], 1), dtype=torch.int32)
+    statistics, dq_sum = torch.empty_like(plan.statistics), torch.empty_like(plan.dq_sum)
+    turns = torch.empty_like(plan.turns) if options.deterministic else None
     _launch(
         plan,
         _stream(plan.device),
@@ -196,6 +193,12 @@ def problem_of(
         )
     else:
         batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
+    page_size, lengths = None, (extras.seqused_q, extras.seqused_k)
+    if extras.page_ids_BU is not None:
+        if packed:  # those of keys in pages are always given
+            lengths = lengths[:1]
+        page_size = k.shape[1]
+        longest_k = extras.page_ids_BU.shape[1] * page_size
     return AttentionProblem(
         batch=batch,
         seqlen_q=longest_q,
@@ -211,7 +214,10 @@ def problem_of(
         softcap=options.softcap,
         sinks=extras.sinks_H is not None,
         varlen=packed,
-        seqused=extras.seqused_k is not None,
+        seqused=any(used is not None for used in lengths),
+        page_size=page_size,
+        leftpad=extras.leftpad_k is not None,
+        kv_batch_idx=extras.kv_batch_idx is not None,
     )
 
 
@@ -244,7 +250,7 @@ def warm(problems: Iterable[AttentionProblem], arch: Arch) -> list[Path]:
         if problem.direction == "bwd":
             key = backward_traits(problem), backward_config(problem, arch)
         else:
-            key = forward_traits(problem), forward_config(problem, arch)
+            key = forward_key(problem, arch)
         files.append(library.compile_kernel(*key))
     return files
 
@@ -263,14 +269,17 @@ class Plan:
     """Which of the tensors that TMA reads have strides it cannot."""
     contiguous: bool
     """q, k and v are."""
-    alike: bool = False
-    """The output has q's shape and strides."""
-    out_shape: tuple[int, ...] = ()
-    lse_shape: tuple[int, ...] = ()
+    out: Any = None
+    lse: Any = None
     config: BackwardConfig | RolesConfig | None = None
-    statistics_shape: tuple[int, ...] = ()
-    dq_sum_shape: tuple[int, ...] = ()
+    statistics: Any = None
+    dq_sum: Any = None
+    turns: Any = None
+    """What a call allocates: one element each, expanded, as empty_like takes half of the time of a
+    new shape."""
     together: int = 0
+    cached: Cached | None = None
+    """What a forward by the kernel of caches needs beside."""
 
     def readable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors, or copies where TMA cannot read their strides or address."""
@@ -301,7 +310,10 @@ def _planned(
         options,
         packed,
         extras.sinks_H is None,
-        extras.seqused_k is None,
+        extras.seqused_q is None and extras.seqused_k is None,
+        extras.leftpad_k is None,
+        extras.kv_batch_idx is None,
+        None if extras.page_ids_BU is None else extras.page_ids_BU.shape,
     )
     plan = _plans.get(key)
     if plan is None:
@@ -334,35 +346,47 @@ def _plan(
     }
     if direction == "fwd":
         shape = (*q.shape[:-1], v.shape[-1])
+        lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
+        key, last = forward_key(problem, arch), (heads_per_section(problem, arch), arch.num_units)
+        more = None
+        if takes(problem):
+            more, key, last = cached(q, v, problem, arch, options.num_splits)
         return Plan(
-            kernel=library.kernel(forward_traits(problem), forward_config(problem, arch)),
-            numbers=(*scalars, heads_per_section(problem, arch), arch.num_units),
-            alike=shape == tuple(q.shape) and q.is_contiguous(),
-            out_shape=shape,
-            lse_shape=(q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1]),
+            kernel=library.kernel(*key),
+            numbers=(*scalars, *last),
+            cached=more,
+            out=_like(q, shape, q.dtype),
+            lse=_like(q, lse_shape, torch.float32),
             **common,
         )
     config = backward_config(problem, arch)
-    tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
     if problem.varlen:
-        tiles = q.shape[0] // config.block_q + problem.batch
+        num_tiles = q.shape[0] // config.block_q + problem.batch
+    tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),
         config=config,
-        statistics_shape=(tiles, problem.heads, ROW_STATISTICS * config.block_q),
-        dq_sum_shape=(tiles, problem.heads, config.block_q * padded(problem.head_dim)),
+        statistics=_like(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
+        dq_sum=_like(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
+        turns=_like(q, (*tiles, 1), torch.int32),
         together=int(run_together(problem, config, arch)),
         **common,
     )
+
+
+def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What empty_like makes contiguous tensors of this shape of, on the tensor's device."""
+    return torch.empty(1, dtype=dtype, device=tensor.device).expand(shape)
 
 
 def _launch(plan: Plan, stream: int, arguments: tuple[Any, ...]) -> None:
     """Kernels go to PyTorch's current stream of the tensors' device."""
     before = ffi._env_set_current_stream(_CUDA, plan.device, stream)
     try:
-        if torch.cuda.current_device() == plan.device:
+        if torch._C._cuda_getDevice() == plan.device:
             plan.kernel(*arguments)
         else:
             with torch.cuda.device(plan.device):

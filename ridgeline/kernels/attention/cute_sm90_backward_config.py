@@ -9,7 +9,7 @@ beyond 128 and softcap have another division of work: cute_sm90_roles_config.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ridgeline.core.arch import Arch
@@ -32,6 +32,11 @@ REGISTER_FILE = 65536
 RESERVED_REGISTERS = 32
 """Addresses, loop state and statistics beside accumulators: with fewer, ptxas drops setmaxnreg or
 waits after every product."""
+ORDERED_HEADS = 4
+"""Deterministic: heads in a section. Measured at causal 16k, head dim 64 / 128, with 1, 2 and 4:
+463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
+HELPER_REGISTERS = 24
+"""A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -79,6 +84,9 @@ class BackwardConfig:
     """Deterministic: when a block hands its turn at a tile of dQ on. That waits for its additions
     to arrive; after the next loads were issued, or when the next step's dS has come, it waits less.
     """
+    helpers: bool = False
+    """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
+    on, so that the warpgroup of dQ does nothing but compute and add."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -109,10 +117,11 @@ def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
 def registers(config: BackwardConfig) -> tuple[int, int]:
     """(dQ and loads, keys): registers a thread after setmaxnreg, multiples of 8. They share what
     the block was launched with; asking for one more blocks forever."""
-    warpgroups = config.num_warpgroups + 1
+    warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    return other, min(240, (at_launch * warpgroups - other) // config.num_warpgroups // 8 * 8)
+    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
+    return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
 def accumulator_registers(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -181,7 +190,17 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:
         tiles = [BackwardConfig(block_q=128, dq_parts=2)]
     else:
         tiles = [BackwardConfig(block_q=64, dq_parts=2 if traits.head_dim == 128 else 1)]
+    if _helped(traits):
+        tiles.insert(0, replace(tiles[0], helpers=True, other_registers=72))
     return [config for config in tiles if why_invalid(config, traits) is None]
+
+
+def _helped(traits: BackwardTraits) -> bool:
+    """Where helpers have measured faster: in turns, and at head dim 128 under a causal mask."""
+    if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128):
+        return False
+    causal = traits.has_right and not (traits.has_left or traits.varlen)
+    return traits.deterministic or (traits.head_dim == 128 and causal)
 
 
 def run_together(
@@ -199,10 +218,13 @@ def run_together(
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
     """Key/value heads whose queries, output gradients and fp32 dQ stay in L2 together: a power of
-    two; 1 where all blocks of a head are equally long, or must run one head after the other."""
+    two; 1 where all blocks of a head are equally long, or must run one head after the other.
+    Deterministic, turns of several heads interleave, so that each has time to be handed on."""
     bounded = problem.window_right is not None or problem.window_left is not None
-    if problem.deterministic or not (problem.causal or bounded):
+    if not (problem.causal or bounded):
         return 1
+    if problem.deterministic:
+        return ORDERED_HEADS if _helped(backward_traits(problem)) else 1
     row_bytes = itemsize_bytes(problem.dtype) * (problem.head_dim + problem.head_dim_v)
     row_bytes += 4 * problem.head_dim
     head_bytes = problem.seqlen_q * row_bytes * problem.heads / max(1, problem.kv_heads)

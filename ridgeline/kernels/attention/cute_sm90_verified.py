@@ -16,6 +16,8 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 _FIRST = "H200, 2026-11-29, direct calls"
 _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
+_VARIANTS = "H200, 2026-11-30, checks of variants"
+_ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Feature:
     """Whether a problem needs it."""
     run: str | None
     """The GPU run that confirmed it, or None."""
+    packed: bool = False
+    """Only where the heads of a group are packed into a tile of few queries."""
 
 
 def _wide(problem: AttentionProblem) -> bool:
@@ -41,12 +45,12 @@ def _roles(problem: AttentionProblem) -> bool:
     return problem.direction == "bwd" and not _narrow_backward(problem)
 
 
-def _keys_end_unmasked(problem: AttentionProblem) -> bool:
+def _keys_end_inside(problem: AttentionProblem) -> bool:
     """Zeros that pad the last block of keys have score 0, so P = exp(0 - LSE) for them: infinite
-    for a row whose LSE is below -88, and inf * 0 in dQ is NaN. Only causality, a window's right
-    side or a packed kernel's length hides them from the backward to head dim 128."""
+    for a row whose LSE is below -88, and inf * 0 in dQ would be NaN. Causality hides them, or a
+    window's right side; else the mask of the last block does."""
     right = problem.window_right
-    masked = problem.causal or problem.varlen or (right is not None and right <= 0)
+    masked = problem.causal or (right is not None and right <= 0)
     return _narrow_backward(problem) and not masked and problem.seqlen_k % 128 > 0
 
 
@@ -55,6 +59,22 @@ FEATURES = (
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
+    ),
+    Feature(
+        what="forward with used lengths, left padding or rows of a cache by index",
+        uses=lambda p: p.direction == "fwd" and (p.seqused or p.leftpad or p.kv_batch_idx),
+        run=None,
+    ),
+    Feature(
+        what="forward of a paged cache",
+        uses=lambda p: p.direction == "fwd" and p.page_size is not None,
+        run=None,
+    ),
+    Feature(
+        what="forward of few queries: heads of a group packed into a tile, keys split",
+        uses=lambda p: p.direction == "fwd",
+        run=None,
+        packed=True,
     ),
     Feature(
         what="backward to head dim 128, dense and packed: causal, windows, sinks, grouped heads",
@@ -67,34 +87,35 @@ FEATURES = (
         run=_PUBLIC,
     ),
     Feature(
-        what="backward to head dim 128, dense without causality, keys no multiple of 128",
-        uses=_keys_end_unmasked,
-        run=None,
+        what="backward to head dim 128, without causality, keys no multiple of 128",
+        uses=_keys_end_inside,
+        run=_VARIANTS,
     ),
     Feature(
         what="backward of head dims beyond 128, dense",
         uses=lambda p: _roles(p) and _wide(p),
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward with softcap, dense",
         uses=lambda p: _roles(p) and p.softcap > 0,
-        run=None,
+        run=_ROLES,
     ),
     Feature(
         what="backward of head dims beyond 128 or with softcap, deterministic",
         uses=lambda p: _roles(p) and p.deterministic,
-        run=None,
+        run=_ROLES,
     ),
 )
 
 
-def why_unverified(problem: AttentionProblem) -> str | None:
-    """Why a problem is refused that the kernels could take, or None."""
+def why_unverified(problem: AttentionProblem, packed: bool = False) -> str | None:
+    """Why a problem is refused that the kernels could take, or None. packed: by the kernel that
+    packs the heads of a group, of few queries."""
     if env.unverified():
         return None
     for feature in FEATURES:
-        if feature.run is None and feature.uses(problem):
+        if feature.run is None and feature.uses(problem) and packed >= feature.packed:
             return f"{feature.what}: not verified on hardware yet (RIDGELINE_UNVERIFIED=1 takes it)"
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.registry import Impl, register
-from ridgeline.kernels.attention import cute_sm90_backward_config, cute_sm90_config
+from ridgeline.kernels.attention import cute_sm90_backward_config, cute_sm90_cached_config
 from ridgeline.kernels.attention.config import attention_config, config_source
 from ridgeline.kernels.attention.cute import cache as cute_cache
 from ridgeline.kernels.attention.problem import AttentionProblem
@@ -51,22 +51,24 @@ def _cute_sm90_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if problem.direction == "bwd":
         why = cute_sm90_backward_config.refuses(problem, arch)
     else:
-        why = cute_sm90_config.refuses(problem, arch)
+        why = cute_sm90_cached_config.forward_refuses(problem, arch)
     if why is not None or arch.pretended:
         return why
-    return cute_cache.why_missing(_cute_sm90_traits(problem), _cute_sm90_config(problem, arch))
+    return cute_cache.why_missing(
+        _cute_sm90_traits(problem, arch), _cute_sm90_config(problem, arch)
+    )
 
 
-def _cute_sm90_traits(problem: AttentionProblem) -> Any:
+def _cute_sm90_traits(problem: AttentionProblem, arch: Arch) -> Any:
     if problem.direction == "bwd":
         return cute_sm90_backward_config.backward_traits(problem)
-    return cute_sm90_config.forward_traits(problem)
+    return cute_sm90_cached_config.forward_key(problem, arch)[0]
 
 
 def _cute_sm90_config(problem: AttentionProblem, arch: Arch) -> Any:
     if problem.direction == "bwd":
         return cute_sm90_backward_config.backward_config(problem, arch)
-    return cute_sm90_config.forward_config(problem, arch)
+    return cute_sm90_cached_config.forward_key(problem, arch)[1]
 
 
 def _tiled_refuses(problem: AttentionProblem, arch: Arch) -> str | None:

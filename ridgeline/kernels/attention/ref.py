@@ -8,7 +8,9 @@ Bytes moved: the S x T matrix several times; bound by memory. Any device. Meanin
 dtype for the error that a plain PyTorch program would make.
 
 Backward is written out, because an operator's kernel runs where autograd records nothing:
-    dV = dropout(P)^T dO, dP = dropout(dO V^T), dS = P (dP - rowsum(P dP) + dLSE)
+    P = exp(S - LSE), dV = dropout(P)^T dO, dP = dropout(dO V^T), dS = P (dP - rowsum(dO O) + dLSE)
+with the O and LSE that it is given: they may be those of more keys than the call has (a ring adds
+up such shares), so a softmax over these keys alone would be another one.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def _by_head(q_SHD, k_TGD, v_TGV, sequence: Sequence):
     return (kv[sequence.leftpad :].repeat_interleave(ratio, dim=1) for kv in (k_TGD, v_TGV))
 
 
-def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras) -> _Softmax:
+def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras, lse_HS=None) -> _Softmax:
+    """Of the scores; with lse_HS, the part of that softmax which falls on these keys."""
     S, H, T, dtype = sequence.seqlen_q, q_SHD.shape[1], sequence.seqlen_k, q_SHD.dtype
     pad = sequence.leftpad
     row = torch.arange(S, device=q_SHD.device)[:, None]
@@ -102,7 +105,9 @@ def _softmax(q_SHD, k_THD, sequence: Sequence, options, extras) -> _Softmax:
 
     empty_HS1 = (score_HST == NEG_INF).all(dim=-1, keepdim=True)
     score_HST = score_HST.masked_fill(empty_HS1, 0.0)
-    lse_HS1 = torch.logsumexp(score_HST, dim=-1, keepdim=True)
+    if lse_HS is None:
+        lse_HS = torch.logsumexp(score_HST, dim=-1)
+    lse_HS1 = lse_HS.to(dtype)[..., None]
     p_HST = torch.exp(score_HST - lse_HS1).masked_fill(empty_HS1, 0.0)
     sink_HS = None if extras.sinks_H is None else p_HST[..., -1]
     if options.dropout_p:
@@ -121,33 +126,36 @@ def forward(q, k, v, options: AttentionOptions, extras: AttentionExtras):
 
 
 def backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads:
-    """Gradients by the formulas above, everything of forward computed again; bitwise repeatable."""
+    """Gradients by the formulas above, the scores computed again; bitwise repeatable."""
     dtype = _compute_dtype(q)
     inputs = dict(q=q, k=k, v=v, sinks=extras.sinks_H, bias=extras.bias)
     grads = {n: torch.zeros_like(t, dtype=dtype) for n, t in inputs.items() if t is not None}
     for sequence in sequences(q, k, extras):
-        one_dlse = None if dlse is None else dlse[sequence.lse_rows].to(dtype)
         one_dout = dout[sequence.q_rows].to(dtype)
-        _add_sequence(grads, one_dout, one_dlse, (q, k, v), sequence, options, extras)
+        row_HS = -(one_dout * out[sequence.q_rows].to(dtype)).sum(-1).T
+        if dlse is not None:
+            row_HS = row_HS + dlse[sequence.lse_rows].to(dtype)
+        given = (one_dout, row_HS, lse_ln[sequence.lse_rows])
+        _add_sequence(grads, given, (q, k, v), sequence, options, extras)
     dq, dk, dv = (grads[n].to(inputs[n].dtype) for n in "qkv")
     dbias = None if extras.bias is None else grads["bias"].to(extras.bias.dtype)
     return AttentionGrads(dq, dk, dv, grads.get("sinks"), dbias)
 
 
-def _add_sequence(grads, dout_SHV, dlse_HS, qkv, sequence: Sequence, options, extras):
+def _add_sequence(grads, given, qkv, sequence: Sequence, options, extras):
+    """given: dO, dLSE - rowsum(dO O), LSE."""
+    dout_SHV, row_HS, lse_HS = given
     assert sequence.k_rows is not None, "pages take no gradients"
     keys, pad = sequence.k_rows, sequence.leftpad
     rows = (sequence.q_rows, keys, keys)
     q_SHD, k_TGD, v_TGV = (x[at].to(dout_SHV.dtype) for x, at in zip(qkv, rows, strict=True))
     k_THD, v_THV = _by_head(q_SHD, k_TGD, v_TGV, sequence)
-    soft = _softmax(q_SHD, k_THD, sequence, options, extras)
+    soft = _softmax(q_SHD, k_THD, sequence, options, extras, lse_HS)
     dp_HST = torch.einsum("shv,thv->hst", dout_SHV, v_THV)
     dropped_HST = soft.p_HST
     if soft.share_HST is not None:
         dropped_HST, dp_HST = dropped_HST * soft.share_HST, dp_HST * soft.share_HST
-    row_HS = -(soft.p_HST * dp_HST).sum(-1)
-    if dlse_HS is not None:
-        row_HS = row_HS + dlse_HS.masked_fill(soft.lse_HS == NEG_INF, 0.0)
+    row_HS = row_HS.masked_fill(soft.lse_HS == NEG_INF, 0.0)
     ds_HST = soft.p_HST * (dp_HST + row_HS[..., None])
     if soft.sink_HS is not None:
         grads["sinks"] += (soft.sink_HS * row_HS).sum(-1)

@@ -1,9 +1,10 @@
 """One block of GPTQ's columns at once, where a fused kernel can do it.
 
-    for each step k of the block:  q_k = round to the grid of k's group;  e_k = (w_k - q_k) / U_kk;
-                                   w_j -= U_kj e_k  for the later steps j of the block
+    for each step k of the block:  q_k = round to the grid of k's group;  e_k = w_k - q_k;
+                                   w_j -= V_kj e_k  for the later steps j of the block
 
-Ten launches a column otherwise. Rows (outputs) are independent, so a program takes a strip of them
+V is the upper factor with every row divided by its diagonal entry.
+Five launches a column otherwise. Rows (outputs) are independent, so a program takes a strip of them
 through the whole block.
 """
 
@@ -27,8 +28,8 @@ class Columns:
 
     work_BN: torch.Tensor
     """fp32, weights of the block's steps, earlier blocks' errors taken."""
-    upper_BB: torch.Tensor
-    """fp32, the block of the upper factor; rows may be strided."""
+    unit_BB: torch.Tensor
+    """fp32, the block of V; rows may be strided."""
     scale_RN: torch.Tensor
     """fp32."""
     zero_RN: torch.Tensor
@@ -39,7 +40,7 @@ class Columns:
 
 
 Solve = Callable[[Columns, torch.Tensor, torch.Tensor], None]
-"""solve(columns, signed_BN, error_BN): fills codes minus zero, and errors over U_kk."""
+"""solve(columns, signed_BN, error_BN): fills codes minus zero, and errors."""
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> Solve | None:

@@ -2,7 +2,7 @@
 
 The strip's weights [BLOCK_B, BLOCK_N] stay in registers: a step picks its row with a masked sum,
 rounds it, and takes the rank-1 update of the rows after it. No step waits for another program.
-Bytes a program: the strip in, codes and errors out, each once; the block of U (64 KiB) from L2.
+Bytes a program: the strip in, codes and errors out, each once; the block of V (64 KiB) from L2.
 4 BLOCK_B^2 FLOPs an output, bound by them: Llama-3-8B's 7.5 G weights take 4 TFLOP in all.
 
 Legend: B steps of the block, N outputs, R groups; i step, n output.
@@ -21,7 +21,7 @@ BLOCK_N = 32
 
 @triton.jit
 def _columns_kernel(
-    work_ptr, upper_ptr, scale_ptr, zero_ptr, group_ptr, signed_ptr, error_ptr, B, N,
+    work_ptr, unit_ptr, scale_ptr, zero_ptr, group_ptr, signed_ptr, error_ptr, B, N,
     stride_wb, stride_ub, stride_gr, stride_sb, stride_eb, max_code,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -42,13 +42,12 @@ def _columns_kernel(
         ratio = tl.minimum(tl.maximum(tl.math.div_rn(w, scale), -1048576.0), 1048576.0)
         whole = (ratio + 12582912.0) - 12582912.0
         signed = tl.minimum(tl.maximum(whole + zero, 0.0), max_code) - zero
-        pivot = tl.load(upper_ptr + step * stride_ub + step)
-        error = tl.math.div_rn(w - signed * scale, pivot)
+        error = w - signed * scale
         tl.store(signed_ptr + step * stride_sb + n, signed, mask=inside)
         tl.store(error_ptr + step * stride_eb + n, error, mask=inside)
         later = (i > step) & (i < B)
-        upper = tl.load(upper_ptr + step * stride_ub + i, mask=later, other=0.0)
-        w_BN -= upper[:, None] * error[None, :]
+        unit = tl.load(unit_ptr + step * stride_ub + i, mask=later, other=0.0)
+        w_BN -= unit[:, None] * error[None, :]
 
 
 def launch(columns: Columns, signed_BN: torch.Tensor, error_BN: torch.Tensor) -> None:
@@ -56,10 +55,10 @@ def launch(columns: Columns, signed_BN: torch.Tensor, error_BN: torch.Tensor) ->
     work_BN, scale_RN = columns.work_BN, columns.scale_RN
     B, N = work_BN.shape
     assert B <= MAX_STEPS and scale_RN.stride() == columns.zero_RN.stride()
-    assert all(t.stride(-1) == 1 for t in (work_BN, columns.upper_BB, scale_RN, signed_BN))
+    assert all(t.stride(-1) == 1 for t in (work_BN, columns.unit_BB, scale_RN, signed_BN))
     _columns_kernel[(triton.cdiv(N, BLOCK_N),)](
-        work_BN, columns.upper_BB, scale_RN, columns.zero_RN, columns.group_B, signed_BN, error_BN,
-        B, N, work_BN.stride(0), columns.upper_BB.stride(0), scale_RN.stride(0),
+        work_BN, columns.unit_BB, scale_RN, columns.zero_RN, columns.group_B, signed_BN, error_BN,
+        B, N, work_BN.stride(0), columns.unit_BB.stride(0), scale_RN.stride(0),
         signed_BN.stride(0), error_BN.stride(0), float(columns.max_code),
         BLOCK_B=max(16, triton.next_power_of_2(B)), BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip

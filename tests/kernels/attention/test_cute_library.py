@@ -15,6 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
+from ridgeline.kernels.attention import cute_sm90_cached_config as cached
 from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
 from ridgeline.kernels.attention.cute import cache, library
@@ -68,6 +69,42 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= waits
     assert len(re.findall(r"\bUSETMAXREG\b", sass)) == 2
     assert re.search(r"\bUTMALDG\b", sass) and re.search(r"\bUTMASTG\b", sass)
+
+
+CACHED = {
+    "128-decode-split-pages-of-16": dict(head_dim=128, seqlen_q=1, page_size=16, seqused=True),
+    "64-causal-leftpad": dict(head_dim=64, causal=True, leftpad=True, kv_batch_idx=True),
+    "256-sinks": dict(head_dim=256, seqlen_q=2, sinks=True, seqused=True, batch=64),
+    "128-packed-pages-of-256": dict(head_dim=128, causal=True, varlen=True, page_size=256),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CACHED)
+def test_machine_code_over_caches(name: str, tmp_path: Path) -> None:
+    """As the forward's; TMA reads K and V only, box by box where there are pages."""
+    fields = dict(batch=1, seqlen_q=1024, seqlen_k=4096, heads=8, kv_heads=2) | CACHED[name]
+    problem = AttentionProblem(**fields, head_dim_v=fields["head_dim"])  # type: ignore[arg-type]
+    traits = cached.cached_traits(problem, KNOWN["sm90"])
+    config = cached.cached_config(problem, KNOWN["sm90"])
+    library.trace(traits, config, tmp_path)
+    (cubin,) = tmp_path.glob("*.cubin")
+    assert set(re.findall(r"STACK:(\d+)", _dump(cubin, "-res-usage"))) == {"0"}
+    sass = _dump(cubin, "-sass")
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert len(re.findall(r"Function :", sass)) == 1 + traits.split
+    qk, pv = traits.head_dim // 16, config.block_k // 16
+    steps = 3 if traits.has_left else 2
+    assert len(re.findall(r"\bHGMMA\b", sass)) == qk + steps * (qk + pv) + pv
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= 3 * steps + 2
+    moved = 0 if cached.moved_registers(config) is None else 2
+    assert len(re.findall(r"\bUSETMAXREG\b", sass)) == moved
+    boxes = config.block_k // traits.page_rows if traits.page_rows else 1
+    columns = traits.head_dim // 64 + traits.head_dim_v // 64
+    assert len(re.findall(r"\bUTMALDG\b", sass)) == 2 * boxes * columns
+    # Q by 16 bytes into swizzled shared memory.
+    vectors = traits.head_dim // 16
+    assert len(re.findall(r"\bSTS\.128\b", sass)) == vectors
 
 
 BACKWARD = {

@@ -143,7 +143,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(cute_sm90, "_counters", {})
     monkeypatch.setattr(cute_sm90, "_arch", lambda device: KNOWN["sm90"])
     monkeypatch.setattr(cute_sm90, "_stream", lambda device: 7)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         cute_sm90.library, "kernel", lambda *key: lambda *arguments: seen.append((key, arguments))

@@ -81,12 +81,9 @@ def test_invalid_tiles_say_why(change: dict, why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"softcap": 30.0}, "softcap"),
         ({"dropout": True}, "dropout"),
         ({"seqused": True}, "seqused"),
         ({"page_size": 16}, "paged"),
-        ({"head_dim": 256, "head_dim_v": 256}, "not verified on hardware yet"),
-        ({"head_dim": 192}, "not verified on hardware yet"),
         ({"head_dim": 192, "varlen": True}, "no backward tile"),
         ({"softcap": 30.0, "varlen": True}, "no backward tile"),
         ({"seqlen_q": 0}, "empty"),
@@ -103,5 +100,44 @@ def test_a_head_runs_at_once_only_if_it_fits_the_device() -> None:
     assert cfg.run_together(ordered, config, H200)
     assert not cfg.run_together(replace(ordered, seqlen_k=ordered.seqlen_k + 1), config, H200)
     assert not cfg.run_together(replace(ordered, varlen=True), config, H200)
-    assert cfg.heads_per_section(replace(ordered, causal=True), H200) == 1
     assert cfg.heads_per_section(replace(BASE, causal=True), H200) > 1
+
+
+def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_started() -> None:
+    small = replace(BASE, head_dim=64, head_dim_v=64, deterministic=True)
+    assert cfg.heads_per_section(replace(small, causal=True), H200) == cfg.ORDERED_HEADS
+    assert cfg.heads_per_section(replace(small, window_left=9), H200) == cfg.ORDERED_HEADS
+    assert cfg.heads_per_section(small, H200) == 1
+    wide = replace(small, head_dim=256, head_dim_v=256, causal=True)
+    assert cfg.heads_per_section(wide, H200) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "helped"),
+    [
+        ({"causal": True}, True),
+        ({}, False),
+        ({"causal": True, "window_left": 9}, False),
+        ({"causal": True, "varlen": True}, False),
+        ({"deterministic": True, "window_left": 9}, True),
+        ({"head_dim": 64, "head_dim_v": 64, "causal": True}, False),
+        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, True),
+        ({"head_dim": 96, "head_dim_v": 96, "deterministic": True}, False),
+    ],
+)
+def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
+    config = cfg.backward_config(replace(BASE, **change), H200)
+    assert isinstance(config, cfg.BackwardConfig) and config.helpers == helped
+    assert cfg.why_invalid(config, cfg.backward_traits(replace(BASE, **change))) is None
+
+
+def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
+    for config in (
+        cfg.BackwardConfig(block_q=64, dq_parts=2),
+        cfg.BackwardConfig(block_q=64, dq_parts=2, helpers=True, other_registers=72),
+    ):
+        other, keys = cfg.registers(config)
+        helpers = cfg.HELPER_REGISTERS if config.helpers else 0
+        warpgroups = 4 if config.helpers else 3
+        at_launch = cfg.REGISTER_FILE // (128 * warpgroups) // 8 * 8 * warpgroups
+        assert at_launch - 16 < other + 2 * keys + helpers <= at_launch

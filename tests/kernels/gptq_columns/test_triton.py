@@ -55,7 +55,7 @@ def test_ties_go_to_even_and_codes_are_clamped():
     w = torch.tensor([[0.5, 1.5, 2.5, -0.5, 99.0, -99.0, 1e30]], device=DEVICE)
     ones, zeros = torch.ones(1, 7, device=DEVICE), torch.full((1, 7), 8.0, device=DEVICE)
     columns = op.Columns(
-        work_BN=w, upper_BB=torch.full((1, 1), 2.0, device=DEVICE), scale_RN=ones, zero_RN=zeros,
+        work_BN=w, unit_BB=torch.ones(1, 1, device=DEVICE), scale_RN=ones, zero_RN=zeros,
         group_B=torch.zeros(1, dtype=torch.int32, device=DEVICE), max_code=15,
     )  # fmt: skip
     signed, error = torch.empty_like(w), torch.empty_like(w)
@@ -63,7 +63,7 @@ def test_ties_go_to_even_and_codes_are_clamped():
     assert solve is not None
     solve(columns, signed, error)
     assert signed[0].tolist() == [0.0, 2.0, 2.0, -0.0, 7.0, -8.0, 7.0]
-    assert torch.equal(error, (w - signed) / 2)
+    assert torch.equal(error, w - signed)
 
 
 def test_nothing_is_fused_in_fp64_or_on_a_cpu(monkeypatch):

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
-from ridgeline.kernels.attention.cute.backward_queries import Queries
+from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
 from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
@@ -46,6 +46,7 @@ from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.scheduler import TileOrder
 from ridgeline.kernels.attention.cute.seqlens import Lengths
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    HELPER_REGISTERS,
     KEYS,
     ROW_STATISTICS,
     BackwardConfig,
@@ -63,7 +64,8 @@ class Backward:
         self.config = config
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
-        self.threads = WARPGROUP_THREADS * (self.wgs + 1)
+        self.others = 2 if config.helpers else 1
+        self.threads = WARPGROUP_THREADS * (self.wgs + self.others)
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
@@ -247,11 +249,17 @@ class Backward:
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.serve(tensors, scalars, shared, work)
+        elif warp_index < 4 * self.others:
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
+            work = self._work(tensors, scalars)
+            if self._exists(work):
+                self.queries.help(tensors, scalars, shared, work)
         else:
             cute.arch.setmaxregister_increase(key_registers)
             work = self._work(tensors, scalars)
             if self._exists(work):
-                self.keys.own_keys(tensors, scalars, shared, work, warp_index // 4 - 1)
+                wg = warp_index // 4 - self.others
+                self.keys.own_keys(tensors, scalars, shared, work, wg)
 
     def _exists(self, work: Work):
         """False for blocks behind the end of a sequence shorter than the longest."""
@@ -321,7 +329,8 @@ class Backward:
     def _shared(self, layouts: Layouts) -> Shared:
         cfg = self.config
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 4 * cfg.stages + 2 * cfg.ds_stages + 1)
+        num_barriers = 4 * cfg.stages + 2 * cfg.ds_stages
+        barriers = smem.allocate_array(Int64, num_barriers + 4 * TURN_STAGES + 1)
         statistics = smem.allocate_tensor(
             Float32, cute.make_layout((ROW_STATISTICS * cfg.block_q, cfg.stages)), 128
         )
@@ -350,7 +359,9 @@ class Backward:
             q_ring=Ring(barriers, cfg.stages),
             do_ring=Ring(barriers + 2 * cfg.stages, cfg.stages),
             ds_ring=Ring(barriers + 4 * cfg.stages, cfg.ds_stages),
-            kv_barrier=barriers + 4 * cfg.stages + 2 * cfg.ds_stages,
+            turn_ring=Ring(barriers + num_barriers, TURN_STAGES),
+            added_ring=Ring(barriers + num_barriers + 2 * TURN_STAGES, TURN_STAGES),
+            kv_barrier=barriers + num_barriers + 4 * TURN_STAGES,
         )
 
     @cute.jit
@@ -359,4 +370,6 @@ class Backward:
         shared.q_ring.init(1, key_warps)
         shared.do_ring.init(1, key_warps)
         shared.ds_ring.init(key_warps, 4)
+        shared.turn_ring.init(1, 4)
+        shared.added_ring.init(4, 1)
         cute.arch.mbarrier_init(shared.kv_barrier, 1)

@@ -27,6 +27,8 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Scalars,
     Shared,
     Work,
+    multiply,
+    statistics_pair,
 )
 from ridgeline.kernels.attention.cute.forward import tma_pair
 from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, group_barrier, release
@@ -138,6 +140,7 @@ class Keys:
         return TransposedMask(
             key=first + thread // 32 * 16 + thread % 32 // 4,
             lane_column=2 * (thread % 4),
+            seqlen_k=work.extent.seqlen_k,
             shift=work.extent.seqlen_k - work.extent.seqlen_q,
             left=scalars.window_left if self.traits.has_left else None,
             right=scalars.window_right if self.traits.has_right else None,
@@ -146,7 +149,7 @@ class Keys:
     @cute.jit
     def _issue_scores(self, c: KeyOwner, shared: Shared, step: Int32):
         stage = shared.q_ring.stage(step)
-        _multiply(self.products.scores(), c.S, c.tK, c.tQ[None, None, None, stage], True)
+        multiply(self.products.scores(), c.S, c.tK, c.tQ[None, None, None, stage], True)
 
     @cute.jit
     def _step(
@@ -165,16 +168,16 @@ class Keys:
         # Waiting here and not where dS is stored: LLVM would move dS's arithmetic behind this loop,
         # that is behind the start of the next products, and ptxas would then serialise them.
         shared.ds_ring.wait_empty(step)
-        _multiply(self.products.scores(), c.S, c.tV, c.tdO[None, None, None, stage], True)
+        multiply(self.products.scores(), c.S, c.tV, c.tdO[None, None, None, stage], True)
         dv = self.products.sums(self.traits.head_dim_v)
-        _multiply(dv, c.dV, c.P, c.tdO_columns[None, None, None, stage], False)
+        multiply(dv, c.dV, c.P, c.tdO_columns[None, None, None, stage], False)
         warpgroup.wait_group(0)
         release(shared.do_ring, step)
         self._score_gradients(c, statistics)
         self._share_ds(c, shared, step)
         dk = self.products.sums(self.traits.head_dim)
         q_stage = shared.q_ring.stage(step)
-        _multiply(dk, c.dK, c.P, c.tQ_columns[None, None, None, q_stage], False)
+        multiply(dk, c.dK, c.P, c.tQ_columns[None, None, None, q_stage], False)
         if more:
             shared.q_ring.wait_full(step + 1)
             self._clear_q(c, shared, work, blocks[1], step + 1)
@@ -192,21 +195,23 @@ class Keys:
         scores = flat(c.S)
         if cutlass.const_expr(self.traits.softcap):
             sm.soft_cap(scores, c.capped_scale)
-        if cutlass.const_expr(self.masks):
-            if self._needs_mask(work, block):
-                mask.apply(scores, block * self.config.block_q)
+        if self._needs_mask(work, block, c.wg):
+            mask.apply(scores, block * self.config.block_q)
         packed = flat(cute.recast_tensor(c.P, Int32))
         first_column = 2 * (cute.arch.lane_idx() % 4)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
-            pair = _pair(statistics, first_column + column)
+            pair = statistics_pair(statistics, first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
                 low = ptx.exp2(ptx.fma(scores[e], c.scale_log2, pair[0]))
                 high = ptx.exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]))
                 packed[e // 2] = ptx.pack(low, high, self.dtype)
 
-    def _needs_mask(self, work: Work, block: Int32):
-        return (block < work.queries.full_begin) | (block >= work.queries.full_end)
+    def _needs_mask(self, work: Work, block: Int32, wg: Int32):
+        behind = (work.block * self.wgs + wg + 1) * KEYS > work.extent.seqlen_k
+        if cutlass.const_expr(not self.masks):
+            return behind
+        return (block < work.queries.full_begin) | (block >= work.queries.full_end) | behind
 
     @cute.jit
     def _clear_rows(self, tile: cute.Tensor, first_row: Int32, length: Int32, wg: Int32):
@@ -235,7 +240,7 @@ class Keys:
         packed = flat(cute.recast_tensor(c.P, Int32))
         first_column = 2 * (cute.arch.lane_idx() % 4)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
-            pair = _pair(statistics, self.config.block_q + first_column + column)
+            pair = statistics_pair(statistics, self.config.block_q + first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
                 low, high = ptx.unpack(packed[e // 2], self.dtype)
@@ -322,20 +327,3 @@ class Keys:
             column = 2 * (thread % 4) + accumulator_column(e)
             if (row < work.extent.seqlen_k) & (column < rows.shape[1]):
                 rows[row, column] = output[e].to(self.dtype)
-
-
-def _pair(statistics: cute.Tensor, start):
-    """Two neighbouring words of a stage's statistics, one 8-byte access."""
-    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    cute.autovec_copy(cute.local_tile(statistics, (2,), (start // 2,)), pair)
-    return pair
-
-
-@cute.jit
-def _multiply(mma, accumulator, a, b, clear: cutlass.Constexpr[bool]):
-    """Issue accumulator (+)= a b, asynchronously, as one group."""
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
-        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
-    warpgroup.commit_group()

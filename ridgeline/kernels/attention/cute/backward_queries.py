@@ -1,7 +1,8 @@
 """The backward's third warpgroup: it loads, computes dQ = dS K and adds it to the sum in memory.
 
 It runs beside the warpgroups of the keys and a step behind them, with all of its own time to wait:
-nothing that it does holds them up as long as both rings have a free stage.
+nothing that it does holds them up as long as both rings have a free stage. With helpers a fourth
+one loads, waits for turns and hands them on: latencies of memory that would else add up in a step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     keys_per_block,
 )
 
+TURN_STAGES = 2
+"""Steps that the helpers' warps may be ahead of, or behind, the additions."""
 OTHER_BARRIER = 7
 """Named barrier of the warpgroup that computes dQ; the keys' have `group_barrier`'s."""
 
@@ -52,11 +55,13 @@ class Queries:
         """The warpgroup beside the keys': loads, dQ = dS K, and its sum in global memory."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_steps = work.num_steps()
-        if warp_index == 0:
-            self._load_keys(tensors, shared, work)
-            for i in cutlass.range_constexpr(self.config.stages):
-                if i < num_steps:
-                    self._load_queries(tensors, shared, work, Int32(i))
+        helpers, ordered = self.config.helpers, self.traits.deterministic
+        if cutlass.const_expr(not helpers):
+            if warp_index == 0:
+                self._load_keys(tensors, shared, work)
+                for i in cutlass.range_constexpr(self.config.stages):
+                    if i < num_steps:
+                        self._load_queries(tensors, shared, work, Int32(i))
         mma = self.products.dq()
         rows, columns = self.products.dq_part()
         dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
@@ -66,19 +71,26 @@ class Queries:
             if cutlass.const_expr(self.late_turn):
                 if step > 0:
                     self._pass_turn(tensors, work, step - 1)
-            self._await_turn(tensors, scalars, work, step)
+            if cutlass.const_expr(not helpers):
+                self._await_turn(tensors, scalars, work, step)
             for i in cutlass.range_constexpr(self.config.dq_parts):
                 self._issue_dq(shared, mma, dQ, stage, i)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i == self.config.dq_parts - 1):
                     release(shared.ds_ring, step)
+                if cutlass.const_expr(helpers and ordered and i == 0):
+                    shared.turn_ring.wait_full(step)
                 self._add_dq(tensors, shared, work, dQ, step, i)
-            if cutlass.const_expr(self.config.turn == "after_adds"):
-                self._pass_turn(tensors, work, step)
-            # Only now, when no accumulator is alive: it takes the registers of one.
-            if warp_index == 0:
-                if step + self.config.stages < num_steps:
-                    self._load_queries(tensors, shared, work, step + self.config.stages)
+            if cutlass.const_expr(helpers):
+                if cutlass.const_expr(ordered):
+                    self._tell_added(shared, step)
+            else:
+                if cutlass.const_expr(self.config.turn == "after_adds"):
+                    self._pass_turn(tensors, work, step)
+                # Only now, when no accumulator is alive: it takes the registers of one.
+                if warp_index == 0:
+                    if step + self.config.stages < num_steps:
+                        self._load_queries(tensors, shared, work, step + self.config.stages)
             if cutlass.const_expr(self.config.turn == "after_loads"):
                 self._pass_turn(tensors, work, step)
         if cutlass.const_expr(self.late_turn):
@@ -87,6 +99,42 @@ class Queries:
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _tell_added(self, shared: Shared, step: Int32):
+        """To the warps that wait for turns and hand them on: this warp's additions are issued."""
+        shared.added_ring.wait_empty(step)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            shared.turn_ring.release(step)
+            shared.added_ring.publish(step)
+
+    @cute.jit
+    def help(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
+        """The fourth warpgroup, a warp for each kind of waiting."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        num_steps = work.num_steps()
+        if warp == 0:
+            self._load_keys(tensors, shared, work)
+            for step in cutlass.range(num_steps, unroll=1):
+                self._load_queries(tensors, shared, work, step)
+        if cutlass.const_expr(self.traits.deterministic):
+            if warp == 1:
+                for step in cutlass.range(num_steps, unroll=1):
+                    shared.turn_ring.wait_empty(step)
+                    if cute.arch.lane_idx() == 0:
+                        self._poll(tensors, scalars, work, step)
+                        shared.turn_ring.publish(step)
+                    cute.arch.sync_warp()
+            if warp == 2:
+                for step in cutlass.range(num_steps, unroll=1):
+                    shared.added_ring.wait_full(step)
+                    if cute.arch.lane_idx() == 0:
+                        # Cumulative: the barrier orders the other threads' additions before it.
+                        cute.arch.fence_acq_rel_gpu()
+                        self._count(tensors, work, step, "relaxed")
+                        shared.added_ring.release(step)
+                    cute.arch.sync_warp()
 
     @cute.jit
     def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, stage: Int32, part: int):
@@ -172,41 +220,51 @@ class Queries:
     def _await_turn(self, tensors: Globals, scalars: Scalars, work: Work, step: Int32):
         """Deterministic: until the blocks of keys that come before this one have added."""
         if cutlass.const_expr(self.traits.deterministic):
-            head, block = work.at(step)
-            block_q, block_k = self.config.block_q, keys_per_block(self.config)
-            extent = work.extent
-            walk = Walk(
-                num_key_blocks=(extent.seqlen_k + block_k - 1) // block_k,
-                num_query_blocks=(extent.seqlen_q + block_q - 1) // block_q,
-                shift=extent.seqlen_k - extent.seqlen_q,
-                block_q=block_q,
-                block_k=block_k,
-                together=scalars.together != 0,
-                integer=DeviceInteger,
-            )
-            window = (
-                scalars.window_left if self.traits.has_left else None,
-                scalars.window_right if self.traits.has_right else None,
-            )
-            wanted = turn(work.block, block, walk, window)
             if cute.arch.thread_idx()[0] == 0:
-                tile = work.first_tile(tensors, block_q) + block
-                counter = tensors.turns[tile, head, None].iterator
-                done = ptx.load_acquire(counter)
-                while done != wanted:
-                    done = ptx.load_acquire(counter)
+                self._poll(tensors, scalars, work, step)
             self._other_barrier()
+
+    @cute.jit
+    def _poll(self, tensors: Globals, scalars: Scalars, work: Work, step: Int32):
+        """One thread."""
+        head, block = work.at(step)
+        block_q, block_k = self.config.block_q, keys_per_block(self.config)
+        extent = work.extent
+        walk = Walk(
+            num_key_blocks=(extent.seqlen_k + block_k - 1) // block_k,
+            num_query_blocks=(extent.seqlen_q + block_q - 1) // block_q,
+            shift=extent.seqlen_k - extent.seqlen_q,
+            block_q=block_q,
+            block_k=block_k,
+            together=scalars.together != 0,
+            integer=DeviceInteger,
+        )
+        window = (
+            scalars.window_left if self.traits.has_left else None,
+            scalars.window_right if self.traits.has_right else None,
+        )
+        wanted = turn(work.block, block, walk, window)
+        tile = work.first_tile(tensors, block_q) + block
+        counter = tensors.turns[tile, head, None].iterator
+        done = ptx.load_acquire(counter)
+        while done != wanted:
+            done = ptx.load_acquire(counter)
 
     @cute.jit
     def _pass_turn(self, tensors: Globals, work: Work, step: Int32):
         if cutlass.const_expr(self.traits.deterministic):
-            head, block = work.at(step)
             cute.arch.fence_acq_rel_gpu()
             self._other_barrier()
             if cute.arch.thread_idx()[0] == 0:
-                tile = work.first_tile(tensors, self.config.block_q) + block
-                counter = tensors.turns[tile, head, None].iterator
-                cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+                self._count(tensors, work, step, "release")
+
+    @cute.jit
+    def _count(self, tensors: Globals, work: Work, step: Int32, order: cutlass.Constexpr[str]):
+        """One thread; relaxed suffices right behind its own fence."""
+        head, block = work.at(step)
+        tile = work.first_tile(tensors, self.config.block_q) + block
+        counter = tensors.turns[tile, head, None].iterator
+        cute.arch.atomic_add(counter, Int32(1), sem=order, scope="gpu")
 
     @cute.jit
     def _add_dq_bulk(self, shared: Shared, values: cute.Tensor, target, thread: Int32):

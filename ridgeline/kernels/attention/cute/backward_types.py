@@ -110,6 +110,10 @@ class Shared:
     q_ring: Ring
     do_ring: Ring
     ds_ring: Ring
+    turn_ring: Ring
+    """Helpers: filled when a step's turn has come."""
+    added_ring: Ring
+    """Helpers: filled when a step's dQ was added."""
     kv_barrier: cute.Pointer
 
 
@@ -177,3 +181,20 @@ class Products:
 
     def dq_part(self) -> tuple[int, int]:
         return dq_part(self.config, self.traits)
+
+
+def statistics_pair(statistics: cute.Tensor, start):
+    """Two neighbouring words of a stage's statistics, one 8-byte access."""
+    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    cute.autovec_copy(cute.local_tile(statistics, (2,), (start // 2,)), pair)
+    return pair
+
+
+@cute.jit
+def multiply(mma, accumulator, a, b, clear: cutlass.Constexpr[bool]):
+    """Issue accumulator (+)= a b, asynchronously, as one group."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
+        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
+    warpgroup.commit_group()

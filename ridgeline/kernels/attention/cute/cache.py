@@ -18,6 +18,7 @@ from typing import Any
 
 from ridgeline.core import env
 from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig, BackwardTraits
+from ridgeline.kernels.attention.cute_sm90_cached_config import CachedTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
@@ -27,7 +28,7 @@ Config = ForwardConfig | BackwardConfig | RolesConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 RUNTIME = "libcute_dsl_runtime.so"
-_SHORT = {"sinks": "sk", "seqused": "su"}
+_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp"}
 """Fields whose initials are another's: a kernel with softcap is not one with sinks."""
 
 
@@ -59,6 +60,8 @@ def kernel_name(traits: Traits, config: Config) -> str:
     parts = ["attention_fwd" if isinstance(traits, ForwardTraits) else "attention_bwd"]
     if isinstance(config, RolesConfig):
         parts.append("roles")
+    if isinstance(traits, CachedTraits):
+        parts.append("cached")
     for record in (traits, config):
         for field in fields(record):
             value: Any = getattr(record, field.name)

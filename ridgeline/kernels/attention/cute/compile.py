@@ -13,6 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.cache import ARCHITECTURE, Config, Traits
+from ridgeline.kernels.attention.cute.cached import CachedForward
 from ridgeline.kernels.attention.cute.forward import Forward
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.roles import BackwardByRoles
@@ -21,6 +22,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     BackwardTraits,
 )
+from ridgeline.kernels.attention.cute_sm90_cached_config import CachedConfig, CachedTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
@@ -37,6 +39,9 @@ def trace(traits: Traits, config: Config, cubin_dir: Path | None = None) -> Any:
 def _compile(traits: Traits, config: Config, options: str) -> Any:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     numbers = (Float32(1), Float32(1), Int32(0), Int32(0), Int32(1), Int32(1))
+    if isinstance(traits, CachedTraits) and isinstance(config, CachedConfig):
+        arguments = (*_cached_tensors(traits), *numbers, stream)
+        return cute.compile(CachedForward(traits, config), *arguments, options=options)
     if isinstance(traits, ForwardTraits) and isinstance(config, ForwardConfig):
         arguments = (*_forward_tensors(traits), *numbers, stream)
         return cute.compile(Forward(traits, config), *arguments, options=options)
@@ -60,6 +65,13 @@ class _Shapes:
     def tokens(self, length: Any, heads: Any, dim: Any) -> Any:
         """Like q, k, v."""
         shape = (length, heads, dim) if self.packed else (self.b, length, heads, dim)
+        strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
+        return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
+
+    def cache(self, traits: CachedTraits, rows: Any, dim: Any) -> Any:
+        """Like k, v of a cache: any number of rows, or pages."""
+        packed = traits.varlen and not traits.page_rows
+        shape = (self.t, self.g, dim) if packed else (rows, self.t, self.g, dim)
         strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
         return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
 
@@ -92,6 +104,39 @@ def _forward_tensors(traits: ForwardTraits) -> list[Any]:
         x.vector(Int32, x.entries, traits.varlen),
         x.vector(Int32, cute.sym_int32(), traits.seqused),
         x.vector(Int32, 2),
+    ]
+
+
+def _cached_tensors(traits: CachedTraits) -> list[Any]:
+    x = _Shapes(traits)
+    part = part_lse = pages = None
+    if traits.split:
+        splits = cute.sym_int32()
+        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
+        shape = (cute.sym_int32(), x.h, splits, x.dim_v)
+        part = make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=16)
+        strides = [cute.sym_int64() for _ in range(2)]
+        part_lse = make_fake_tensor(Float32, shape[:3], (*strides, 1), assumed_align=4)
+    if traits.page_rows:
+        shape = (x.b if not traits.varlen else cute.sym_int32(), cute.sym_int32())
+        pages = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1), assumed_align=4)
+    rows = cute.sym_int32()
+    return [
+        x.tokens(x.s, x.h, x.dim_qk),
+        x.cache(traits, rows, x.dim_qk),
+        x.cache(traits, rows, x.dim_v),
+        x.tokens(x.s, x.h, x.dim_v),
+        x.rows(),
+        part,
+        part_lse,
+        x.vector(Float32, x.h, traits.sinks),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, cute.sym_int32(), traits.seqused),
+        x.vector(Int32, cute.sym_int32(), traits.seqused),
+        x.vector(Int32, cute.sym_int32(), traits.leftpad),
+        x.vector(Int32, cute.sym_int32(), traits.kv_rows),
+        pages,
     ]
 
 

@@ -69,6 +69,7 @@ class TransposedMask:
     """The thread's first key; its second is 8 further down."""
     lane_column: Int32
     """2 * (lane % 4)."""
+    seqlen_k: Int32
     shift: Int32
     """T - S."""
     left: Any
@@ -76,7 +77,8 @@ class TransposedMask:
 
     @cute.jit
     def apply(self, scores: cute.Tensor, block_start: Int32):
-        """Set hidden scores to -inf. scores: flat accumulator of one thread."""
+        """Set hidden scores to -inf. scores: flat accumulator of one thread. Keys behind the
+        sequence too: their zeros times an overflowing P would be NaN."""
         first_column = block_start + self.lane_column
         for r in cutlass.range_constexpr(2):
             key = self.key + 8 * r
@@ -84,6 +86,7 @@ class TransposedMask:
             begin = Int32(0)
             if cutlass.const_expr(self.right is not None):
                 begin = diagonal - self.right
+            begin = cutlass.select_(key < self.seqlen_k, begin, Int32(1 << 30))
             for e in cutlass.range_constexpr(cute.size(scores)):
                 if cutlass.const_expr(accumulator_row(e) == r):
                     column = accumulator_column(e)

@@ -21,14 +21,20 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
 from ridgeline.kernels.attention.cute import softmax as sm
-from ridgeline.kernels.attention.cute.backward_types import Globals, Scalars, Work
+from ridgeline.kernels.attention.cute.backward_types import (
+    Globals,
+    Scalars,
+    Work,
+    multiply,
+    statistics_pair,
+)
 from ridgeline.kernels.attention.cute.mainloop import flat
+from ridgeline.kernels.attention.cute.mask import TransposedMask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.roles_types import (
     GRADIENTS,
     SCORES,
     WORDS,
-    KeyMask,
     Role,
     Shared,
 )
@@ -100,10 +106,10 @@ class RoleKeys(Role):
         self.store_tile(mma, c.sum, target, tensors.tma_dv, tensors.mdV, work, shared.rank, SCORES)
 
     @cute.jit
-    def _mask(self, scalars: Scalars, work: Work, rank: Int32) -> KeyMask:
+    def _mask(self, scalars: Scalars, work: Work, rank: Int32) -> TransposedMask:
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         first = (work.block * self.ranks + rank) * KEYS
-        return KeyMask(
+        return TransposedMask(
             key=first + thread // 32 * 16 + thread % 32 // 4,
             lane_column=2 * (thread % 4),
             seqlen_k=work.extent.seqlen_k,
@@ -115,11 +121,11 @@ class RoleKeys(Role):
     @cute.jit
     def _issue(self, c: Side, stage: Int32):
         """S^T or dP^T, asynchronously, as one group."""
-        _multiply(self.products.scores(), c.X, c.tA, c.tB[None, None, None, stage], True)
+        multiply(self.products.scores(), c.X, c.tA, c.tB[None, None, None, stage], True)
 
     @cute.jit
     def _score_step(
-        self, scalars: Scalars, c: Side, mask: KeyMask, shared: Shared, work: Work,
+        self, scalars: Scalars, c: Side, mask: TransposedMask, shared: Shared, work: Work,
         block: Int32, step: Int32, more: Boolean,
     ):  # fmt: skip
         """One block of queries, whose S^T is done. At its end S^T of the next one is issued (on
@@ -133,7 +139,7 @@ class RoleKeys(Role):
         shared.do_ring.wait_full(step)
         dv = self.products.sums(self.traits.head_dim_v)
         do_stage = shared.do_ring.stage(step)
-        _multiply(dv, c.sum, c.A, c.tColumns[None, None, None, do_stage], False)
+        multiply(dv, c.sum, c.A, c.tColumns[None, None, None, do_stage], False)
         if more:
             shared.q_ring.wait_full(step + 1)
         self._issue(c, shared.q_ring.stage(step + 1))
@@ -143,7 +149,7 @@ class RoleKeys(Role):
 
     @cute.jit
     def _probabilities(
-        self, scalars: Scalars, c: Side, mask: KeyMask, shared: Shared, work: Work,
+        self, scalars: Scalars, c: Side, mask: TransposedMask, shared: Shared, work: Work,
         statistics: cute.Tensor, block: Int32,
     ):  # fmt: skip
         """P^T of S^T, packed as operand A, and what the other warpgroup gets of it: the same, or
@@ -160,7 +166,7 @@ class RoleKeys(Role):
         first_column = 2 * (thread % 4)
         sent = cute.make_rmem_tensor(cute.make_layout(WORDS), Int32)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
-            pair = _pair(statistics, first_column + column)
+            pair = statistics_pair(statistics, first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
                 low = ptx.exp2(ptx.fma(scores[e], scale_log2, pair[0]))
@@ -220,7 +226,7 @@ class RoleKeys(Role):
         self._share_ds(c, shared, step)
         dk = self.products.sums(self.traits.head_dim)
         q_stage = shared.q_ring.stage(step)
-        _multiply(dk, c.sum, c.A, c.tColumns[None, None, None, q_stage], False)
+        multiply(dk, c.sum, c.A, c.tColumns[None, None, None, q_stage], False)
         if more:
             shared.do_ring.wait_full(step + 1)
         self._issue(c, shared.do_ring.stage(step + 1))
@@ -247,7 +253,7 @@ class RoleKeys(Role):
         packed = flat(cute.recast_tensor(c.A, Int32))
         first_column = 2 * (cute.arch.lane_idx() % 4)
         for column in cutlass.range_constexpr(0, self.config.block_q, 8):
-            pair = _pair(statistics, self.config.block_q + first_column + column)
+            pair = statistics_pair(statistics, self.config.block_q + first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
                 low, high = ptx.unpack(packed[e // 2], self.dtype)
@@ -298,20 +304,3 @@ def _slope(capped: Float32) -> Float32:
     """1 - tanh^2; hidden scores are -inf, and their P is 0."""
     bounded = cute.arch.fmax(capped, Float32(-1.0))
     return ptx.fma(-bounded, bounded, Float32(1.0))
-
-
-def _pair(statistics: cute.Tensor, start):
-    """Two neighbouring words of a stage's statistics, one 8-byte access."""
-    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    cute.autovec_copy(cute.local_tile(statistics, (2,), (start // 2,)), pair)
-    return pair
-
-
-@cute.jit
-def _multiply(mma, accumulator, a, b, clear: cutlass.Constexpr[bool]):
-    """Issue accumulator (+)= a b, asynchronously, as one group."""
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
-        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
-    warpgroup.commit_group()

@@ -1,24 +1,18 @@
-"""What the warpgroups of the backward by roles share: shared memory, hand-overs, the mask."""
+"""What the warpgroups of the backward by roles share: shared memory, hand-overs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warp
 
 from ridgeline.kernels.attention.cute import softmax as sm
 from ridgeline.kernels.attention.cute.backward_types import Products, Work
 from ridgeline.kernels.attention.cute.forward import tma_pair
 from ridgeline.kernels.attention.cute.mainloop import flat
-from ridgeline.kernels.attention.cute.mask import (
-    MINUS_INFINITY,
-    accumulator_column,
-    accumulator_row,
-)
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
 from ridgeline.kernels.attention.cute_sm90_backward_config import KEYS, BackwardTraits
@@ -77,41 +71,6 @@ class RoleProducts(Products):
         """Some columns of dQ [block_q, D] = dS K."""
         source = cute.nvgpu.warpgroup.OperandSource.SMEM
         return self._mma(dq_columns(self.traits), source, cute.nvgpu.OperandMajorMode.MN)
-
-
-@dataclass(frozen=True)
-class KeyMask:
-    """Limits of S^T [64 keys, M queries] for one thread, whose rows are keys."""
-
-    key: Int32
-    """The thread's first key; its second is 8 further down."""
-    lane_column: Int32
-    """2 * (lane % 4)."""
-    seqlen_k: Int32
-    shift: Int32
-    """T - S."""
-    left: Any
-    right: Any
-
-    @cute.jit
-    def apply(self, scores: cute.Tensor, block_start: Int32):
-        """Set hidden scores to -inf. scores: flat accumulator of one thread. Keys behind the
-        sequence too: their zeros times an overflowing P would be NaN."""
-        first_column = block_start + self.lane_column
-        for r in cutlass.range_constexpr(2):
-            key = self.key + 8 * r
-            diagonal = key - self.shift - first_column
-            begin = Int32(0)
-            if cutlass.const_expr(self.right is not None):
-                begin = diagonal - self.right
-            begin = cutlass.select_(key < self.seqlen_k, begin, Int32(1 << 30))
-            for e in cutlass.range_constexpr(cute.size(scores)):
-                if cutlass.const_expr(accumulator_row(e) == r):
-                    column = accumulator_column(e)
-                    hidden = begin > column
-                    if cutlass.const_expr(self.left is not None):
-                        hidden = hidden | (diagonal + self.left < column)
-                    scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])
 
 
 class Role:

@@ -129,17 +129,18 @@ class Softmax:
             output[e] = output[e] * self.rescale[accumulator_row(e)]
 
     @cute.jit
-    def finish(self, output: cute.Tensor, sink: Float32, has_sink: cutlass.Constexpr[bool]):
+    def finish(self, output: cute.Tensor, sink, has_sink: cutlass.Constexpr[bool]):
         """Divide O by the row sums; row_sum becomes the LSE (natural log). No keys: 0, -inf.
 
-        sink is a logit in natural units; it joins the sum, and may exceed every score.
+        sink is a logit in natural units, or one for each of the two rows; it joins the sum, and may
+        exceed every score.
         """
         for r in cutlass.range_constexpr(2):
             total = _quad(self.row_sum[r], _add)
             maximum = self.row_max[r] * self.scale_log2
             factor = Float32(1.0)
             if cutlass.const_expr(has_sink):
-                sink_log2 = sink * LOG2_E
+                sink_log2 = _of_row(sink, r) * LOG2_E
                 joint = cute.arch.fmax(maximum, sink_log2)
                 shift = cutlass.select_(joint == MINUS_INFINITY, Float32(0.0), joint)
                 factor = ptx.exp2(maximum - shift)
@@ -156,6 +157,10 @@ class Softmax:
 
 def _add(a: Float32, b: Float32) -> Float32:
     return a + b
+
+
+def _of_row(sink, r: int) -> Float32:
+    return sink[r] if isinstance(sink, tuple) else sink
 
 
 def _shift(maximum: Float32, may_hide: bool) -> Float32:
