@@ -40,7 +40,7 @@ def overlap_tensor_parallel(device: torch.device, group: dist.ProcessGroup) -> N
     pair_with_products(group.group_name)
 
 
-def pair_with_products(group_name: str) -> None:
+def pair_with_products(group_name: Any) -> None:
     """Switch inductor's pass on for a group."""
     # Seconds of imports.
     from torch._inductor import config
