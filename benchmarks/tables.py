@@ -1,7 +1,8 @@
-"""The measured tables of README.md and docs/results.md, made from the code and the result files.
+"""The measured tables of README.md, docs/results.md and docs/parallel.md, made from the code and
+the result files.
 
   python benchmarks/tables.py           write them
-  python benchmarks/tables.py --check   exit 1 if either file is not up to date
+  python benchmarks/tables.py --check   exit 1 if a file is not up to date
 
 `support` comes from the registry; `results` and docs/results.md from benchmarks/results/<gpu>/
 <op>.jsonl, where the newest row of a cell counts and a peer counts only from the same run as ours.
@@ -13,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from parallel_page import parallel_tables
 from readme_tables import results_tables
 from result_rows import load, markdown
 from results_page import page
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main(argv: list[str] | None = None) -> int:
     """Update the files, or check them."""
-    parser = argparse.ArgumentParser(description="The tables of README.md and docs/results.md.")
+    parser = argparse.ArgumentParser(description="The tables of README.md and the documents.")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if stale")
     check = parser.parse_args(argv).check
     stale = 0
@@ -44,7 +46,9 @@ def documents(root: Path) -> dict[Path, str]:
     readme = (root / "README.md").read_text(encoding="utf-8")
     readme = replace_block(readme, "support", support_table())
     readme = replace_block(readme, "results", results_tables(rows))
-    return {root / "README.md": readme, root / "docs" / "results.md": page(rows)}
+    parallel = root / "docs" / "parallel.md"
+    text = replace_block(parallel.read_text(encoding="utf-8"), "measured", parallel_tables(rows))
+    return {root / "README.md": readme, root / "docs" / "results.md": page(rows), parallel: text}
 
 
 def replace_block(text: str, name: str, body: str) -> str:
@@ -53,7 +57,7 @@ def replace_block(text: str, name: str, body: str) -> str:
     head, found, rest = text.partition(begin)
     _, found_end, tail = rest.partition(end)
     if not (found and found_end):
-        raise ValueError(f"tables: README.md must hold {begin} ... {end}, got neither or one")
+        raise ValueError(f"tables: the text must hold {begin} ... {end}, got neither or one")
     return f"{head}{begin}\n{body.strip()}\n{end}{tail}"
 
 

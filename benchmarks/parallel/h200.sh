@@ -77,6 +77,7 @@ one() { # one GPU: two at a time where there are two
 train() { # the command itself, by torchrun: some steps, then more under another layout
     local folder=$LOGS/train flags shape=(--model.preset smollm2-135m --data.seqlen 2048 --dtype bfloat16)
     [ -n "${TINY:-}" ] && shape=(--model.preset tiny --data.seqlen 64)
+    [ "${DEVICE:-cuda}" = cuda ] && shape+=(--log.peak-tflops 989)
     rm -rf "$folder" && mkdir -p "$folder"
     cat "$ROOT"/docs/*.md "$ROOT"/ridgeline/*/*.py >"$folder/text.txt"
     flags=(--device "${DEVICE:-cuda}" --run-dir "$folder/run" --steps 20 --batch-samples 16

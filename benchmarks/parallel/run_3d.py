@@ -86,6 +86,7 @@ TINY = replace(
     vocab_size=67,
     hidden_size=32,
     intermediate_size=48,
+    num_layers=4,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -310,7 +311,7 @@ def links(run: Run) -> None:
         run.wait()
         rates[name] = moved_bytes * (1 if run.args.tiny else 10) / (time.perf_counter() - start)
         whole.fill_(1.0)
-    told = {name: round(rate / 1e9, 3) for name, rate in rates.items()}
+    told = {name: float(f"{rate / 1e9:.6g}") for name, rate in rates.items()}
     run.say(f"links: GB/s a rank {told}")
     run.write({"model": "links", "links_gbps": told, "bytes": 2 * count * run.ranks})
 

@@ -95,6 +95,7 @@ def start(device: str, timeout_s: float = 600.0) -> torch.device:
             )
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", timeout=timeout, device_id=own)
+        open_backward_thread(own)
         return own
     dist.init_process_group("gloo", timeout=timeout)
     return torch.device("cpu")
@@ -118,7 +119,19 @@ def start_local(
         timeout=timeout,
         device_id=None if device == "cpu" else own,
     )
+    open_backward_thread(own)
     return own
+
+
+def open_backward_thread(device: torch.device) -> None:
+    """Give autograd's thread of a GPU its CUDA context by a first kernel.
+
+    Backward passes run in a thread of their own for each GPU, which has no context until a kernel
+    is launched there. Where its first one is a matrix product (a pipeline's first stages, whose
+    loss is elsewhere) cuBLAS finds none and warns.
+    """
+    if device.type == "cuda":
+        torch.ones((), device=device, requires_grad=True).exp().backward()
 
 
 def stop() -> None:

@@ -75,7 +75,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's values in host memory; a copy where it lies elsewhere or has gaps."""
     host = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(host.view(torch.uint8).numpy())
+    values: Any = host.view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _append(file: FileIO, digest: Any, content: memoryview) -> None:

@@ -28,6 +28,8 @@ from ridgeline.nn.config import DecoderConfig
 from ridgeline.train.config import LogConfig
 
 FILE = "metrics.jsonl"
+HOPPER_DATASHEET_TFLOPS = 989.0
+"""Dense 16-bit rate of an H100 SXM and an H200, NVIDIA's datasheets."""
 
 
 def step_flops(
@@ -55,6 +57,21 @@ def peak_of(device: torch.device, dtype: str, override_tflops: float | None) -> 
     ceilings = found.ceilings
     kind = "measured" if ceilings.measured else "not measured here"
     return ceilings.tflops(dtype), f"{dtype} matmul on {found.device} ({kind}; {ceilings.source})"
+
+
+def peak_note(device: torch.device, dtype: str, peak_tflops: float) -> str:
+    """How MFU over a peak reads beside published figures, which divide by the datasheet; empty
+    where there is no other figure."""
+    name = arch.detect(device).device if device.type == "cuda" else ""
+    if dtype not in ("bfloat16", "float16") or not any(x in name for x in ("H100", "H200")):
+        return ""
+    if peak_tflops == HOPPER_DATASHEET_TFLOPS:
+        return "; the datasheet's rate, as published figures have it"
+    share = peak_tflops / HOPPER_DATASHEET_TFLOPS
+    return (
+        f"; published figures divide by the datasheet's {HOPPER_DATASHEET_TFLOPS:g}: "
+        f"this one times {share:.2f} (log.peak_tflops)"
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -45,6 +45,7 @@ from ridgeline.train.metrics import (
     Meter,
     MetricsLog,
     peak_memory_bytes,
+    peak_note,
     peak_of,
     require_tensorboard,
 )
@@ -138,8 +139,9 @@ class _Run:
         self.eval_loss: float | None = None
         self.rates = {"tokens_per_s": 0.0, "mfu_causal": 0.0, "mfu_noncausal": 0.0}
         config = self.config
-        peak, self.peak_source = peak_of(self.device, config.dtype, config.log.peak_tflops)
+        peak, source = peak_of(self.device, config.dtype, config.log.peak_tflops)
         self.peak_tflops = peak
+        self.peak_source = source + peak_note(self.device, config.dtype, peak)
         self.meter = Meter(self.worker.shape, config.data.seqlen, peak, self.ranks.size)
         self.log = MetricsLog(config.run_dir, config.log, self.step, silent=not self.ranks.is_first)
         self.profiler = StepProfiler(config.log, config.run_dir, self.ranks)

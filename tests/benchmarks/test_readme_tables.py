@@ -190,7 +190,7 @@ def test_blocks_are_replaced_between_their_markers():
     assert tables.replace_block(text, "x", "new\n") == (
         "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb"
     )
-    with pytest.raises(ValueError, match="README.md must hold <!-- y:begin -->"):
+    with pytest.raises(ValueError, match="the text must hold <!-- y:begin -->"):
         tables.replace_block(text, "y", "new")
 
 

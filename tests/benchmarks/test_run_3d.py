@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,18 @@ import torch
 from benchmarks.parallel.run_3d import (
     LLAMA_32B,
     RECOMPUTED,
+    Run,
+    Trace,
     arguments,
+    judged,
     kept_bytes,
     parity_layouts,
     predicted_gib,
     run_all,
     speed_layouts,
 )
+from ridgeline.kernels.attention.dispatch import attention_op, backward_op
+from ridgeline.parallel import context
 from ridgeline.parallel.layout import check_layout
 from ridgeline.parallel.verify import workload
 from ridgeline.train.presets import PRESETS
@@ -45,12 +52,55 @@ def test_every_part_runs_and_writes_its_rows(tmp_path):
     assert len(verified) == 2 and all(one["ok"] and one["error"] < 1e-5 for one in verified)
     assert [min(row["links_gbps"].values()) > 0 for row in rows if "links_gbps" in row] == [True]
     assert len(parity) == 1 and parity[0]["parity"]["ok"]
+    assert parity[0]["parity"]["gradients"] == 38 and parity[0]["parity"]["attention"] == "cpu"
+    assert {one["attention"] for one in verified} == {"cpu"}
     assert len(speed) == 2 + 2 and len(checkpoint) == 1
     assert checkpoint[0]["checkpoint"]["equal"]
     for row in speed:
         assert row["tokens_per_s_per_gpu"] > 0 and row["step_ms"]["compute"] > 0
         assert 0 < row["mfu_causal"] < row["mfu_noncausal"] < 1
     assert {(row["run"], row["commit"]) for row in rows} == {(rows[0]["run"], "abc")}
+
+
+def _parity_of_a_ring_with_softmaxes_of_its_own(rank: int, out: str) -> list[str]:
+    """The fault that the losses of a bf16 run hid: backward made a softmax of each share."""
+
+    def own_softmax(dout: Any, dlse: Any, out: Any, lse: Any, *values: Any) -> Any:
+        return backward_op(dout, dlse, *attention_op(*values), *values)
+
+    context.backward_op = own_softmax
+    flags = ["--device", "cpu", "--tiny", "--out", out, "--parts", "parity", "--only", "CP2"]
+    return run_all(arguments(flags), torch.device("cpu"))
+
+
+@pytest.mark.dist
+def test_parity_sees_a_wrong_gradient(tmp_path):
+    results = run_ranks(2, _parity_of_a_ring_with_softmaxes_of_its_own, str(tmp_path))
+    assert results == [["parity CP2"]] * 2
+    (line,) = (tmp_path / "cpux2" / "train.jsonl").read_text().splitlines()
+    told = json.loads(line)["parity"]
+    assert not told["ok"] and told["gradient_error"] > 10 * told["gradient_control"]
+    assert told["error"] < 3 * told["control"] + 1e-3  # losses alone would have passed
+
+
+def test_parity_is_judged_by_its_controls():
+    exact = Trace(losses=[5.0], norms=[2.0], gradients={"a": torch.ones(100), "b": torch.ones(3)})
+    noisy = {"a": torch.full((100,), 1.01), "b": torch.full((3,), 1.02)}
+    reference = Trace(losses=[5.0, 4.0], norms=[2.001, 1.5], gradients=noisy)
+    control = replace(reference, losses=[5.0, 4.0001])
+    assert judged(reference, reference, control, exact)["ok"]
+    wrong = {
+        "losses": [5.0, 4.01],
+        "norms": [2.02, 1.5],
+        "gradients": noisy | {"a": torch.full((100,), 1.03)},
+    }
+    for name, value in wrong.items():
+        told = judged(replace(reference, **{name: value}), reference, control, exact)
+        assert not told["ok"], name
+    assert told["gradient"] == "a" and told["gradients"] == 2
+    missing = {"a": torch.full((100,), float("nan")), "b": noisy["b"]}
+    told = judged(replace(reference, gradients=missing), reference, control, exact)
+    assert not told["ok"] and told["gradient"] == "a"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -75,14 +125,16 @@ def test_what_is_predicted_to_fit():
     assert kept == sorted(kept, reverse=True) and kept[-1] == 2
 
 
+def _hang(rank: int, said: str) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    run = Run.__new__(Run)
+    run.args, run.cuda = SimpleNamespace(hang_s=0.2), True
+    run.phase()
+    time.sleep(60)
+
+
 def test_a_hang_ends_the_process_with_its_stacks(tmp_path):
-    script = (
-        "import time, types\n"
-        "from benchmarks.parallel.run_3d import Run\n"
-        "run = Run.__new__(Run)\n"
-        "run.args, run.cuda = types.SimpleNamespace(hang_s=0.2), True\n"
-        "run.phase()\n"
-        "time.sleep(60)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1 and "Timeout" in done.stderr
+    said = tmp_path / "said"
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(1, _hang, str(said))
+    assert "Timeout" in said.read_text() and "in _hang" in said.read_text()

@@ -17,7 +17,7 @@ DTYPES = list(tensor_file._DTYPES)
 def test_what_is_written_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "_SLICE_BYTES", 5)  # slices end inside values
     tensors = {str(dtype): torch.arange(7).to(dtype) for dtype in DTYPES}
-    tensors["an odd name: \u00e9, \""] = torch.randn(3, 5).T
+    tensors['an odd name: \u00e9, "'] = torch.randn(3, 5).T
     tensors |= {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 4), "cut": torch.randn(9)[::2]}
     facts = write_tensors(tmp_path / "ours.safetensors", tensors)
     found = load_file(tmp_path / "ours.safetensors")

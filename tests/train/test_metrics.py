@@ -10,7 +10,14 @@ import torch
 from ridgeline.core.errors import UserError
 from ridgeline.train import metrics
 from ridgeline.train.config import LogConfig
-from ridgeline.train.metrics import Meter, MetricsLog, peak_memory_bytes, peak_of, step_flops
+from ridgeline.train.metrics import (
+    Meter,
+    MetricsLog,
+    peak_memory_bytes,
+    peak_note,
+    peak_of,
+    step_flops,
+)
 from ridgeline.train.presets import PRESETS, preset
 
 
@@ -40,6 +47,22 @@ def test_peak_is_named(cache):
     assert peak_of(device, "float32", 989.0) == (989.0, "log.peak_tflops")
     value, source = peak_of(device, "float32", None)
     assert value > 0 and "float32 matmul" in source and "not measured here" in source
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak", "wanted"),
+    [
+        ("NVIDIA H200", "bfloat16", 790.0, "the datasheet's 989: this one times 0.80"),
+        ("NVIDIA H200", "bfloat16", 989.0, "the datasheet's rate"),
+        ("NVIDIA H200", "float32", 50.0, ""),
+        ("NVIDIA A100", "bfloat16", 250.0, ""),
+    ],
+)
+def test_a_peak_is_set_beside_the_published_one(monkeypatch, name, dtype, peak, wanted):
+    monkeypatch.setattr(metrics.arch, "detect", lambda device: types.SimpleNamespace(device=name))
+    note = peak_note(torch.device("cuda", 0), dtype, peak)
+    assert wanted in note and bool(note) == bool(wanted)
+    assert peak_note(torch.device("cpu"), dtype, peak) == ""
 
 
 def test_peak_memory_grows_with_what_is_held():

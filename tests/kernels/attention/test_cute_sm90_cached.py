@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,6 +83,12 @@ def test_pages_of_packed_queries(launches: list[tuple]) -> None:  # noqa: F811
     assert given[5].shape == (9, 8, 3, 128) and given[8] is starts and given[-2:] == (3, 1)
     assert torch.equal(given[14], table) and given[14].stride(1) == 1
     assert out.shape == (9, 8, 128) and lse.shape == (8, 9)
+
+    extras = replace(extras, seqused_k=None, cu_seqlens_k=_ints(0, 30, 62))
+    cute_sm90.forward(q, pages, pages, options, extras)
+    (again, _), given = launches.pop()
+    assert again == traits and given[11].tolist() == [30, 32]
+    assert given[10].tolist() == [2**31 - 1] * 2
 
 
 def test_a_wish_for_parts_yields_to_what_was_compiled(
