@@ -47,6 +47,9 @@ KINDS = ("bf16", "w4a16")
 PEERS = ("ridgeline_flash", "sdpa")
 """Attention of Transformers' continuous batching: this package's kernels behind its FlashAttention
 wrapper, and what it takes by itself where no FlashAttention is installed."""
+STEP_TOKENS = 8192
+"""Of our engine under load: prompts of all requests wait, so few large steps are best. The default
+(2048) is for clients that read along."""
 GIB = 2**30
 
 
@@ -168,13 +171,16 @@ class _Bench:
         config = EngineConfig(
             max_model_len=2 * args.longest,
             max_num_seqs=args.requests,
+            max_step_tokens=STEP_TOKENS,
             memory_gib=None if self.device == "cpu" else 100.0,  # both kinds of weights are there
         )
-        first = throughput.Load.shrinking(args.requests, args.longest, GRAPH_SIZES)
+        first = throughput.Load.shrinking(args.requests, args.longest, GRAPH_SIZES, STEP_TOKENS)
         llm = self.llm(kind, config, lambda llm: throughput.ours(llm, first))
         values = {**throughput.ours(llm, self.load).values(), "load": self.load.described()}
         values |= {"matmul": _kernel_of(self.weights(kind))}
         values |= {"preemptions": llm.core.scheduler.preemptions}
+        values |= {"steps": llm.counters.steps, "used_ahead": llm.core.used_ahead}
+        values |= {"step_tokens": STEP_TOKENS}
         return _of_many(self.row("ridgeline", kind, values))
 
     def peer(self, attention: str) -> dict[str, Any]:

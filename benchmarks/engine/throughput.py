@@ -40,13 +40,15 @@ class Load:
         )
 
     @staticmethod
-    def shrinking(count: int, longest: int, sizes: Sequence[int]) -> Load:
+    def shrinking(count: int, longest: int, sizes: Sequence[int], step_tokens: int) -> Load:
         """A load that is over soon: at most `count` requests that end so that the batch stays at
-        every size for a few steps, and all graphs are recorded; two prompts are the longest."""
+        every size for a few steps, and all graphs are recorded; of the longest prompts there are
+        more than fit in a step, so that some are computed beside tokens."""
         sizes = sorted({min(size, count) for size in sizes})
         draw = random.Random(1)
-        lengths = [longest] * 2 + [8] * (count - 2)
-        prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths[:count]]
+        many = min(count, 2 + step_tokens // longest)
+        lengths = [longest] * many + [8] * (count - many)
+        prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths]
         lives = [8 + 4 * sum(size > number for size in sizes) for number in range(count)]
         return Load(prompts=prompts, new_tokens=[min(life, longest) for life in lives])
 

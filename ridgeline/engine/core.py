@@ -2,9 +2,9 @@
 
     step = schedule -> run -> sample -> check what ended -> keep the books
 
-Large greedy steps overlap: where the runner can start a step without its tokens (flight.py), the next
-one is planned and started before the tokens of this one are read, and all of the above but "run"
-happens while the device works. A row whose sequence had ended meanwhile is dropped.
+Large greedy steps overlap: where the runner can start a step without its tokens (flight.py), the
+next one is planned and started before the tokens of this one are read, and all of the above but
+"run" happens while the device works. A row whose sequence had ended meanwhile is dropped.
 
 Whatever is wrong with one request (a grammar that raises, a deadline) ends that request; the others
 of its step do not notice. What ends a choice: an end-of-sequence or stop token, a stop string, its

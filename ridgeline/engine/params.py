@@ -143,6 +143,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def narrows(self) -> bool:
+        """Whether unlikely tokens are left out of a draw."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether tokens seen so far change the logits."""
         return bool(

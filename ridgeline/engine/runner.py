@@ -62,7 +62,9 @@ class StepBatch:
     def of(plan: Plan, *, greedy: bool = False) -> StepBatch:
         """The step of a plan: single tokens first. greedy: of those that sample. Of a token that
         is not known yet (scheduler.ahead) 0 is in its place."""
-        if greedy and all(work.count == 1 and not work.draft and work.samples for work in plan.works):
+        if greedy and all(
+            work.count == 1 and not work.draft and work.samples for work in plan.works
+        ):
             return StepBatch._singles(plan)
         token_ids: list[int] = []
         spans: list[Span] = []
@@ -232,10 +234,12 @@ class Runner:
         if self.invariant:
             return self._invariant_batch(batch)
         single, total = batch.num_decoding, len(batch.token_ids)
+        seqlens_B, table_BU = self._decoding(batch.spans[:single])
         made = DeviceBatch(
             slots_P=self._moved(slots_of(batch.spans, self.cache.page_tokens)),
             num_decoding=single,
-            **self._decoding(batch.spans[:single]),
+            decode_seqlens_B=seqlens_B,
+            decode_table_BU=table_BU,
         )
         chunks = batch.spans[single:]
         if chunks:
@@ -249,7 +253,7 @@ class Runner:
             made.chunk_table = self._table(chunks)
         return made
 
-    def _decoding(self, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+    def _decoding(self, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and pages of decoding rows, padded and laid out as a graph's."""
         count = len(spans)
         size = next((s for s in GRAPH_SIZES if s >= count), _up(count, GRAPH_SIZES[-1]))
@@ -259,10 +263,7 @@ class Runner:
         size = size if count else 0
         self.numbers.fill(spans, [0] * count, size)
         rows = self.numbers.host[:size].to(self.device, copy=True)
-        return {
-            "decode_seqlens_B": rows[:, 3].contiguous(),
-            "decode_table_BU": rows[:, FRONT:],
-        }
+        return rows[:, 3].contiguous(), rows[:, FRONT:]
 
     def _invariant_batch(self, batch: StepBatch) -> DeviceBatch:
         """Every token is a query of its own, so many a call."""

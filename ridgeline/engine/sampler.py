@@ -1,7 +1,8 @@
 """The next tokens from logits, for all rows of a step at once.
 
     logits -> + bias -> penalties -> forbidden tokens -> / temperature -> top-k -> min-p, top-p
-    -> the token at u of the cumulated probabilities
+    -> the token at u of the cumulated probabilities (likeliest first; of untouched logits that no
+       rule narrows by token id, and nothing is sorted)
 
 u is a number in [0, 1) that is a function of (seed, choice, position) alone, so a request's tokens
 do not depend on what else is in the batch, on preemption or on speculation. Rows that need nothing
@@ -56,11 +57,15 @@ class SamplingState:
     num_counted: int = 0
 
     @property
+    def touches(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        p = self.params
+        return bool(p.logit_bias or p.has_penalties or p.min_tokens or self.mask is not None)
+
+    @property
     def plain(self) -> bool:
         """Whether the likeliest token is taken of untouched logits."""
-        p = self.params
-        touched = p.logit_bias or p.has_penalties or p.min_tokens or self.mask is not None
-        return p.greedy and not touched
+        return self.params.greedy and not self.touches
 
     @property
     def stateless(self) -> bool:
@@ -99,8 +104,11 @@ def sample(logits_RV: torch.Tensor, rows: Sequence[Row]) -> Sampled:
         chosen_R = logits_RV.argmax(-1)
         errors: dict[int, str] = {}
     else:
-        scores_RV = logits_RV.float().clone()
-        errors = _touch(scores_RV, rows)
+        scores_RV = logits_RV.float()
+        touched = any(row.state.touches for row in rows)
+        if touched and scores_RV is logits_RV:
+            scores_RV = logits_RV.clone()
+        errors = _touch(scores_RV, rows) if touched else {}
         chosen_R = _draw(scores_RV, rows)
     told = _logprobs(logits_RV, chosen_R, rows)
     return Sampled(chosen_R.tolist(), told, errors)
@@ -183,23 +191,51 @@ def _forbid(scores_V: torch.Tensor, mask: Any) -> None:
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    greedy_R = scores_RV.argmax(-1)
-    drawing = [index for index, row in enumerate(rows) if not row.state.params.greedy]
-    if not drawing:
-        return greedy_R
+    params = [row.state.params for row in rows]
+    drawing: dict[bool, list[int]] = {False: [], True: []}
+    for index, (row, p) in enumerate(zip(rows, params, strict=True)):
+        if not p.greedy:  # of sums by token id rounding may find a token that is forbidden
+            drawing[p.narrows or row.state.touches].append(index)
+    drawn = len(drawing[False]) + len(drawing[True])
     device = scores_RV.device
-    index_R = torch.tensor(drawing, device=device)
-    params = [rows[index].state.params for index in drawing]
-    draws = [
-        uniform(rows[i].state.seed, rows[i].state.choice, len(rows[i].output_ids)) for i in drawing
-    ]
+    # Of rows that all draw there is no likeliest token to look for.
+    if drawn < len(rows):
+        chosen_R = scores_RV.argmax(-1)
+    else:
+        chosen_R = torch.empty(len(rows), dtype=torch.int64, device=device)
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
-    scaled = scores_RV[index_R] / column([p.temperature for p in params])
-    greedy_R[index_R] = _nucleus(scaled, params, column(draws), column)
-    return greedy_R
+    for narrows, places in drawing.items():
+        if not places:
+            continue
+        every = len(places) == len(rows)
+        index_R = torch.tensor(places, device=device)
+        some = [params[i] for i in places]
+        draws = column(
+            [
+                uniform(rows[i].state.seed, rows[i].state.choice, len(rows[i].output_ids))
+                for i in places
+            ]
+        )
+        scaled = (scores_RV if every else scores_RV[index_R]) / column(
+            [p.temperature for p in some]
+        )
+        chosen_R[index_R] = (
+            _nucleus(scaled, some, draws, column) if narrows else _any(scaled, draws)
+        )
+    return chosen_R
+
+
+def _any(scaled_RV: torch.Tensor, draw_R1: torch.Tensor) -> torch.Tensor:
+    """Tokens drawn from the whole distribution, in the order of their ids."""
+    cumulated = scaled_RV.softmax(-1).cumsum(-1)
+    total_R1 = cumulated[:, -1:]
+    place = torch.searchsorted(cumulated, draw_R1 * total_R1, right=True)
+    # Where rounding takes a draw to the end: the first token that has all of the sum before it.
+    last = torch.searchsorted(cumulated, total_R1.contiguous())
+    return torch.minimum(place, last)[:, 0]
 
 
 def _nucleus(

@@ -253,5 +253,3 @@ def test_eager_device_steps_are_the_hosts(model):
     batch = device.runner._device_batch(StepBatch([1, 2, 3, 4, 5], spans, 1, [0, 4]))
     assert batch.chunk_seqlens.shape[0] % 16 == 0 and batch.max_rows % 16 == 0
     assert batch.decode_table_BU.stride() == device.runner.numbers.host[:, FRONT:].stride()
-
-

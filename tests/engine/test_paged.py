@@ -121,7 +121,9 @@ def test_fp8_pages(way):
     q = torch.randn(16, H, D)
     got = WAYS[way](cache).attend(1, q, *new_tokens(kept), None)
     for span, (k, v) in zip(spans(), kept, strict=True):
-        slots = torch.from_numpy(slots_of([Span(0, span.num_keys, span.pages, span.num_keys)], PAGE))
+        slots = torch.from_numpy(
+            slots_of([Span(0, span.num_keys, span.pages, span.num_keys)], PAGE)
+        )
         k_kept, v_kept = cache.read(1, slots, torch.float32)
         for wide, narrow in ((k, k_kept), (v, v_kept)):
             step = wide.abs().clamp_min(wide.abs().amax(-1, keepdim=True) / 2**14) / 16

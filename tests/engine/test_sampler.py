@@ -75,6 +75,23 @@ def test_a_wide_vocabulary_is_drawn_whole():
     assert (half > 0).sum() > NUM_CANDIDATES and half[2 * NUM_CANDIDATES :].sum() == 0
 
 
+def test_untouched_logits_are_drawn_by_token_id():
+    """The token whose share of the distribution, in the order of ids, holds the row's number; not
+    one of no probability, whatever else is in the batch."""
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, ::3] = -torch.inf
+    rows = [Row(state(seed=i), range(i)) for i in range(64)]
+    ends = logits.double().softmax(-1).cumsum(-1)
+    numbers = torch.tensor([uniform(i, 0, i) for i in range(64)], dtype=torch.float64)
+    want = (ends <= numbers[:, None]).sum(-1).tolist()
+    assert sample(logits, rows).token_ids == want and not any(i % 3 == 0 for i in want)
+    narrowed = [Row(state(seed=i, top_k=9) if i % 2 else r.state, r.output_ids)
+                for i, r in enumerate(rows)]  # fmt: skip
+    mixed = sample(logits, narrowed).token_ids
+    assert mixed[::2] == want[::2]
+    assert all(logits[i, mixed[i]] >= logits[i].topk(9).values[-1] for i in range(1, 64, 2))
+
+
 def test_penalties_and_bias():
     greedy = {"temperature": 0.0}
     assert chosen(LOGITS, state(**greedy)) == 1
