@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,8 @@ class _Live:
     text: TextStream
     lookup: Lookup | None = None
     last_token_s: float | None = None
+    is_plain: bool = True
+    """Neither a mask nor log-probabilities."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +153,8 @@ class EngineCore:
             include_stop=params.include_stop,
         )
         drafts = self.scheduler.drafter is not None and state.stateless
-        return _Live(sequence, state, text, Lookup() if drafts else None)
+        plain = state.mask is None and params.logprobs is None
+        return _Live(sequence, state, text, Lookup() if drafts else None, is_plain=plain)
 
     def abort(
         self, request_id: str, reason: FinishReason = "abort", error: str | None = None
@@ -265,6 +268,10 @@ class EngineCore:
         """Take a sequence's chosen tokens: those of the draft that hold, and one more."""
         live = self._live_of(work.sequence)
         sequence = work.sequence
+        if live.is_plain and not work.draft:
+            token_id = sampled.token_ids[place]
+            piece, reason = self._ends(live, token_id, sequence.num_output + 1)
+            return [token_id], self._taken(work, live, [token_id], piece, reason, now_s)
         chosen: list[int] = []
         text: list[str] = []
         told: list[TokenLogprob] = []
@@ -287,6 +294,22 @@ class EngineCore:
                 break
         if work.draft:
             self.counters.drafted(len(work.draft), max(0, len(chosen) - 1))
+        delta = self._taken(work, live, chosen, "".join(text), reason, now_s)
+        return chosen, delta if sequence.params.logprobs is None else replace(
+            delta, logprobs=tuple(told)
+        )
+
+    def _taken(
+        self,
+        work: Work,
+        live: _Live,
+        chosen: list[int],
+        text: str,
+        reason: FinishReason | None,
+        now_s: float,
+    ) -> Delta:
+        """Give a sequence its tokens, and end it where there is a reason."""
+        sequence = live.sequence
         self.scheduler.commit(work, chosen)
         self._count_tokens(live, len(chosen), now_s)
         if reason is not None:
@@ -294,13 +317,11 @@ class EngineCore:
             self.scheduler.finish(sequence, reason)
             self._count_finished(live, reason, now_s)
             if stop_reason is None:
-                text.append(live.text.flush())
-        params = sequence.params
-        return chosen, Delta(
+                text += live.text.flush()
+        return Delta(
             index=sequence.index,
             token_ids=tuple(chosen),
-            text="".join(text),
-            logprobs=None if params.logprobs is None else tuple(told),
+            text=text,
             finish_reason=reason,
             stop_reason=sequence.stop_reason,
         )
