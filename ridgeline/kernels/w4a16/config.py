@@ -25,6 +25,8 @@ at 16 rows; one H200, 2026-11-29."""
 
 def uses_decode(m: int, n: int, k: int) -> bool:
     """Whether m rows of a layer go through the decode kernel (without batch invariance)."""
+    if m > 8 and (k, n, DECODE_ROWS) in _MEASURED:
+        return False
     return m <= 8 or (m <= DECODE_ROWS and n * k / 2 < _DECODE_BYTES)
 
 
@@ -126,10 +128,11 @@ _SPLIT_TILE_CYCLES = 4500
 def prefers_lean(rows: int, n: int, k: int) -> bool:
     """Whether the decode kernel brings activations by TMA (DecodeConfig.lean) or row by row.
 
-    One H200, 2026-11-29, microseconds lean / by rows: (8192, 28672) 33.5 / 31.9 at one row, 32.9 /
-    34.7 at 8, 39.9 / 42.0 at 16; (4096, 4096) 5.1 / 6.1 at 8 rows, lean first at every count.
+    One H200, 2026-11-29 and 30, microseconds lean / by rows: (8192, 28672) 33.5 / 31.9 at one row,
+    32.9 / 34.7 at 8, 39.9 / 42.0 at 16; (4096, 4096) 5.82 / 5.11 at one row, 5.60 / 5.52 at 4, 5.1
+    / 6.1 at 8: TMA fills rows that do not exist slower than it reads them.
     """
-    return rows > 4 or n * k / 2 < _SMALL_LAYER_BYTES
+    return rows > 4
 
 
 @functools.cache
@@ -145,6 +148,11 @@ def decode_launch(
     lean = prefers_lean(rows, n, k) if lean is None else lean
     few = _DECODE_SMALL if n * k / 2 < _SMALL_LAYER_BYTES else _DECODE_FEW
     tile = few if rows <= 8 else _DECODE_MORE
+    splits = _MEASURED_SPLITS.get((k, n, 8 if rows <= 8 else 16))
+    if splits is not None and sms == _MEASURED_SMS and not invariant:
+        launch = _decode_candidate(traits, rows, n, k, sms, (*tile, lean), tile[1], splits)
+        if launch is not None:
+            return launch
     found = []
     for stages in range(tile[1], 0, -1):
         for splits in (1, 2, 4, 8, 16, 32, 64):
@@ -259,9 +267,45 @@ class _Plan:
     cluster: int = 1
 
 
+# Plans that beat the model's choice where they were timed beside it: (k, n, rows of the tile) ->
+# (tile, plan). One H200, 2026-11-30, microseconds with / without: 11.7 / 13.0 (decode), 18.5 / 20.9
+# and 91.1 / 96.1 (a card at its power limit). Five stages leave shared memory for the next
+# layer's block.
+_MEASURED = {
+    (4096, 14336, 16): ((16, 2, 1, 5, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
+    (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
+    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=132)),
+}
+_MEASURED_SPLITS = {(4096, 4096, 8): 2, (8192, 10240, 16): 2}
+"""Parts of K of the decode kernel, (k, n, most rows): 5.1 us at one row, with the one part that the
+model finds 5.9; 16.6 at 16 rows, with its four 16.9."""
+_MEASURED_SMS = 132
+
+
+def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLaunch | None:
+    """The launch that was timed for these rows of the layer, where it fits this kernel's traits."""
+    rows = next(rows for rows in (16, 32, 64, 128, m) if m <= rows)
+    if sms != _MEASURED_SMS or (k, n, rows) not in _MEASURED:
+        return None
+    shape, plan = _MEASURED[k, n, rows]
+    costs = (0.0,) * 8
+    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan.cluster)
+    if config is None or config.stages < shape[3]:
+        return None
+    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    in_memory = tiles > plan.waves * plan.blocks and plan.cluster == 1
+    floats = 2 * plan.blocks * config.block_m * config.block_n if in_memory else 0
+    return MatmulLaunch(
+        config=config, waves=plan.waves, blocks=plan.blocks, workspace_floats=floats
+    )
+
+
 @functools.cache
 def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLaunch:
-    """Kernel and grid for m rows of a layer with padded n and k, by a model of the work's shape."""
+    """Kernel and grid for m rows of a layer with padded n and k: what was timed for it, else by a
+    model of the work's shape."""
+    if (measured := _measured_launch(traits, m, n, k, sms)) is not None:
+        return measured
     found = []
     for tile in _MATMUL_TILES:
         if tile.above < m <= tile.most:

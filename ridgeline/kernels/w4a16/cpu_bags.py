@@ -145,7 +145,8 @@ def thread_scratch(sizes: tuple[int, int, int]) -> torch.Tensor:
 
 def _scratch_of(scratch: Scratch, sizes: tuple[int, int, int]) -> torch.Tensor:
     if (found := scratch.get(sizes)) is None:
-        found = scratch[sizes] = torch.empty(sizes)
+        with torch.inference_mode(False):  # else nobody outside that mode could write to it
+            found = scratch[sizes] = torch.empty(sizes)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -185,3 +186,15 @@ def test_threads_do_not_share_scratch() -> None:
         for _ in range(20):
             found = list(pool.map(lambda row: op.w4a16_linear(row, prepared), rows))
             assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_scratch_of_inference_mode_serves_outside_it(monkeypatch) -> None:
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(cpu_bags, "_of_thread", threading.local())
+    prepared = op.prepare(make_weight(40, 96, 32, symmetric=False), torch.float32)
+    act_MK = torch.randn(3, 96)
+    with torch.inference_mode():
+        inside = op.w4a16_linear(act_MK, prepared).clone()
+    assert torch.equal(op.w4a16_linear(act_MK, prepared), inside)

@@ -78,6 +78,21 @@ def test_measured_choices():
     assert (found.config.block_m, found.config.cluster, found.blocks) == (32, 4, 128)
     found = configs.matmul_launch(kind, 128, 8192, 28672, SMS)
     assert (found.config.block_m, found.config.cluster, found.blocks) == (128, 2, 128)
+    for m in (9, 16, 33, 64):  # K in two parts of a cluster
+        found = configs.matmul_launch(kind, m, 14336, 4096, SMS)
+        assert (found.config.cluster, found.blocks, found.waves) == (2, 224, 0)
+        assert found.config.stages == (5 if m <= 16 else 3)
+    found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
+    assert (found.config.block_n, found.waves, found.blocks) == (128, 1, 132)
+    assert found.workspace_floats == 2 * 132 * 128 * 128
+    for m in (1, 4):  # by rows: TMA fills the rows that there are not
+        found = configs.decode_launch(kind, m, 4096, 4096, SMS, False)
+        assert (found.config.lean, found.splits, found.blocks) == (False, 2, 66)
+    assert configs.decode_launch(kind, 8, 4096, 4096, SMS, False).config.lean
+    assert configs.decode_launch(kind, 16, 10240, 8192, SMS, False).splits == 2
+    # elsewhere, and where the kernel's traits want more shared memory, the model decides
+    assert configs.matmul_launch(kind, 64, 14336, 4096, 100).blocks <= 200
+    assert not configs.uses_decode(16, 14336, 4096) and configs.uses_decode(8, 14336, 4096)
     found = configs.matmul_launch(kind, 16, 28672, 8192, SMS)
     assert (found.config.block_n, found.waves, found.blocks) == (256, 1, 112)
     assert configs.uses_decode(16, 4096, 4096) and not configs.uses_decode(16, 28672, 8192)
