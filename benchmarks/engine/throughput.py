@@ -47,7 +47,7 @@ class Load:
         sizes = sorted({min(size, count) for size in sizes})
         draw = random.Random(1)
         many = min(count, 2 + step_tokens // longest)
-        lengths = [longest] * many + [8] * (count - many)
+        lengths = [longest] * many + [7] * (count - many)
         prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths]
         lives = [8 + 4 * sum(size > number for size in sizes) for number in range(count)]
         return Load(prompts=prompts, new_tokens=[min(life, longest) for life in lives])
