@@ -17,3 +17,23 @@ def test_a_load_is_answered_whole():
     assert (run.finished, run.tokens) == (9, sum(load.new_tokens))
     assert len(run.firsts_s) == 9 and len(run.gaps_s) == run.tokens - 9
     assert run.values()["tokens_per_s"] > 0 and run.seconds >= max(run.firsts_s)
+
+
+def test_the_warm_up_stays_at_every_size():
+    """Four steps at least of each size, and prompts that do not fit in one step."""
+    sizes = (1, 2, 4, 8)
+    load = Load.shrinking(8, 40, sizes, 80)
+    lengths = [len(prompt) for prompt in load.prompts]
+    assert lengths.count(40) == 4 and sum(lengths) > 80
+    llm = LLM(tiny_decoder(), EngineConfig(max_num_seqs=8, max_step_tokens=80))
+    seen: list[tuple[int, bool]] = []
+    run = llm.core.run
+
+    def watched(batch):
+        seen.append((len(batch.spans), batch.decodes_only))
+        return run(batch)
+
+    llm.core.run = watched
+    ours(llm, load)
+    assert all(seen.count((size, True)) >= 4 for size in sizes)
+    assert any(not decodes and count > 1 for count, decodes in seen[1:])
