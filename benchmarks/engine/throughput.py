@@ -49,7 +49,7 @@ class Load:
         many = min(count, 2 + step_tokens // longest)
         lengths = [longest] * many + [7] * (count - many)
         prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths]
-        lives = [8 + 4 * sum(size > number for size in sizes) for number in range(count)]
+        lives = [8 + 5 * sum(size > number for size in sizes) for number in range(count)]
         return Load(prompts=prompts, new_tokens=[min(life, longest) for life in lives])
 
     def described(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.engine.throughput import Load, ours
 from ridgeline.engine.config import EngineConfig
+from ridgeline.engine.graphs import EAGER_STEPS
 from ridgeline.engine.llm import LLM
 from tests.engine.conftest import tiny_decoder
 
@@ -20,7 +21,8 @@ def test_a_load_is_answered_whole():
 
 
 def test_the_warm_up_stays_at_every_size():
-    """Four steps at least of each size, and prompts that do not fit in one step."""
+    """Three steps at least of each size (the third is recorded), though not all start at once, as
+    their prompts do not fit in one step."""
     sizes = (1, 2, 4, 8)
     load = Load.shrinking(8, 40, sizes, 80)
     lengths = [len(prompt) for prompt in load.prompts]
@@ -35,5 +37,5 @@ def test_the_warm_up_stays_at_every_size():
 
     llm.core.run = watched
     ours(llm, load)
-    assert all(seen.count((size, True)) >= 4 for size in sizes)
+    assert all(seen.count((size, True)) > EAGER_STEPS for size in sizes)
     assert any(not decodes and count > 1 for count, decodes in seen[1:])
