@@ -32,7 +32,6 @@ class Flight:
     """A step that was started."""
 
     count: int
-    number: int
     host_tokens: torch.Tensor
     arrived: Any
     """CUDA event, or None where nothing runs beside the host."""
@@ -93,4 +92,4 @@ class Flights:
         if event is not None:
             event.record()
         self.started += 1
-        return Flight(count, self.started, self.host_tokens[place], event)
+        return Flight(count, self.host_tokens[place], event)
