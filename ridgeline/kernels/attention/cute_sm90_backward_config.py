@@ -189,11 +189,10 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:
 
 
 def _helped(traits: BackwardTraits) -> bool:
-    """Where helpers have measured faster: in turns, and at head dim 128 under a causal mask."""
+    """Where helpers have measured faster: in turns, and at head dim 128 without a window."""
     if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128) or traits.varlen:
         return False
-    causal = traits.has_right and not traits.has_left
-    return traits.deterministic or (traits.head_dim == 128 and causal)
+    return traits.deterministic or (traits.head_dim == 128 and not traits.has_left)
 
 
 def run_together(

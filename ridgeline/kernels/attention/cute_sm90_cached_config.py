@@ -91,20 +91,20 @@ def few_queries(problem: AttentionProblem) -> bool:
     return rows_of(problem) <= ROWS
 
 
-PREFERENCES = (
-    Preference(
-        what="few queries",
-        uses=few_queries,
-        impl="triton",
-        why="not timed against its split-KV kernel yet",
-    ),
-)
-
-
 def needs_lengths(problem: AttentionProblem) -> bool:
     """Whether the other forward has no code for a problem."""
     paged = problem.page_size is not None
     return problem.seqused or problem.leftpad or problem.kv_batch_idx or paged
+
+
+PREFERENCES = (
+    Preference(
+        what="few queries, or keys of a cache",
+        uses=lambda problem: few_queries(problem) or needs_lengths(problem),
+        impl="triton",
+        why="this kernel, faster in direct calls, has not run under a CUDA graph or in the engine",
+    ),
+)
 
 
 def takes(problem: AttentionProblem) -> bool:

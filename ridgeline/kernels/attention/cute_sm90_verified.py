@@ -16,7 +16,8 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 _FIRST = "H200, 2026-11-29, direct calls"
 _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
-_VARIANTS = "H200, 2026-11-30, checks of variants"
+_HELPERS = "H200, 2026-11-30, run 3443fa890321"
+_CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
@@ -63,33 +64,33 @@ FEATURES = (
     Feature(
         what="forward with used lengths, left padding or rows of a cache by index",
         uses=lambda p: p.direction == "fwd" and (p.seqused or p.leftpad or p.kv_batch_idx),
-        run=None,
+        run=_CACHES,
     ),
     Feature(
         what="forward of a paged cache",
         uses=lambda p: p.direction == "fwd" and p.page_size is not None,
-        run=None,
+        run=_CACHES,
     ),
     Feature(
         what="forward of few queries: heads of a group packed into a tile, keys split",
         uses=lambda p: p.direction == "fwd",
-        run=None,
+        run=_CACHES,
         packed=True,
     ),
     Feature(
         what="backward to head dim 128, dense and packed: causal, windows, sinks, grouped heads",
         uses=lambda p: _narrow_backward(p) and not p.deterministic,
-        run=_PUBLIC,
+        run=f"{_PUBLIC}; {_HELPERS}",
     ),
     Feature(
         what="backward to head dim 128, deterministic",
         uses=lambda p: _narrow_backward(p) and p.deterministic,
-        run=_PUBLIC,
+        run=f"{_PUBLIC}; {_HELPERS}",
     ),
     Feature(
         what="backward to head dim 128, without causality, keys no multiple of 128",
         uses=_keys_end_inside,
-        run=_VARIANTS,
+        run=_HELPERS,
     ),
     Feature(
         what="backward of head dims beyond 128, dense",

@@ -116,7 +116,8 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
     ("change", "helped"),
     [
         ({"causal": True}, True),
-        ({}, False),
+        ({}, True),
+        ({"varlen": True}, False),
         ({"causal": True, "window_left": 9}, False),
         ({"causal": True, "varlen": True}, False),
         ({"deterministic": True, "varlen": True}, False),

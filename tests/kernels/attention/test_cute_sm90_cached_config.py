@@ -120,23 +120,25 @@ def test_what_has_not_run_is_refused_unless_asked_for(problem, monkeypatch) -> N
     packed = cfg.few_queries(problem)
     if verified.why_unverified(problem, packed) is not None:  # until rows are confirmed
         assert "not verified on hardware yet" in (why or "")
-    elif packed:
+    else:
         assert why is None or "is preferred" in why
     assert registry.select(problem, H200).name == ("triton" if why else "cute_sm90")
     monkeypatch.setenv("RIDGELINE_UNVERIFIED", "1")
     assert cfg.forward_refuses(problem, H200) is None and cfg.takes(problem)
 
 
-def test_once_confirmed_few_queries_wait_for_a_measurement(monkeypatch) -> None:
+def test_once_confirmed_what_another_is_preferred_for_waits(monkeypatch) -> None:
     monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
     rows = tuple(replace(row, run=row.run or "a run") for row in verified.FEATURES)
     monkeypatch.setattr(verified, "FEATURES", rows)
-    assert cfg.forward_refuses(PREFILL, H200) is None
-    assert "triton is preferred" in (cfg.forward_refuses(DECODE, H200) or "")
+    for problem in (PREFILL, DECODE):
+        assert "triton is preferred" in (cfg.forward_refuses(problem, H200) or "")
     dense = replace(DECODE, seqused=False, kv_cache=False)
     assert not cfg.takes(dense) and cfg.forward_refuses(dense, H200) is None
     monkeypatch.setattr(cfg, "PREFERENCES", ())
-    assert cfg.forward_refuses(DECODE, H200) is None and cfg.takes(dense)
+    for problem in (PREFILL, DECODE):
+        assert cfg.forward_refuses(problem, H200) is None
+    assert cfg.takes(dense)
 
 
 def test_dense_problems_keep_the_other_kernel(monkeypatch) -> None:
