@@ -265,6 +265,9 @@ def flash_attn_with_kvcache(
         length = (q.shape[0],)
         cache_seqlens = torch.full(length, host_length, dtype=torch.int32, device=q.device)
     new_tokens = 0 if k is None else k.shape[1]
+    seqused = (
+        cache_seqlens if new_tokens == 0 or cache_seqlens is None else cache_seqlens + new_tokens
+    )
     plain = block_table is None and cache_batch_idx is None and cache_leftpad is None
     sliced = host_length is not None and plain and q.device.type == "cpu"
     used = slice(0, host_length + new_tokens) if sliced and host_length is not None else slice(None)
@@ -273,7 +276,7 @@ def flash_attn_with_kvcache(
         k=k_cache[:, used],
         v=v_cache[:, used],
         sinks=sinks,
-        seqused_k=None if sliced or cache_seqlens is None else cache_seqlens + new_tokens,
+        seqused_k=None if sliced else seqused,
         leftpad_k=cache_leftpad,
         kv_batch_idx=cache_batch_idx,
         block_table=block_table,

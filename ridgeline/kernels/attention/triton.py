@@ -112,7 +112,9 @@ def plan_decode(
     if splits > 1:
         batch, rows, heads, dim = out.shape
         part = torch.empty((batch, rows, heads, splits, dim), device=lse.device)
-        part_lse = torch.full((batch, rows, heads, splits), float("-inf"), device=lse.device)
+        part_lse = torch.empty((batch, rows, heads, splits), device=lse.device)
+        if x.packed_q:  # rows that no sequence has are not written
+            part_lse.fill_(float("-inf"))
         partial = ((part, part.stride()[:4]), (part_lse, part_lse.stride()))
     row_tiles = cdiv(x.heads // x.kv_heads * x.seqlen_q, tile.block_m)
     split = Launch(
