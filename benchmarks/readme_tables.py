@@ -291,13 +291,25 @@ def layout_text(layout: Row) -> str:
 def serve_table(rows: list[Row]) -> str:
     """Serving: tokens a second by weights and batch."""
     keys = ("gpu_folder", "model", "impl", "weights", "batch", "load")
+    timed = [row for row in rows if row["op"] != "serve" or "tokens_per_s" in row]
     body = [
         (
             row["model"], row.get("impl", "ours"), row["weights"],
-            str(row.get("batch", row.get("load"))), f"{row['tokens_per_s']:,.0f}",
+            _load_text(row), f"{row['tokens_per_s']:,.0f}",
             f"{row['tbps']:.3g}" if row.get("tbps") else "-", measured(row),
         )
-        for row in (group[-1] for group in newest(rows, "serve", keys))
+        for row in (group[-1] for group in newest(timed, "serve", keys))
     ]  # fmt: skip
     header = ("serving", "impl", "weights", "batch", "tokens/s", "TB/s", "measured")
     return markdown(header, body) if body else ""
+
+
+def _load_text(row: Row) -> str:
+    """The batch of a serving row, or its requests and how many ended where not all did."""
+    if "load" not in row:
+        return str(row["batch"])
+    load = row["load"]
+    text = f"{load['requests']} requests of {load['shortest']} to {load['longest']:,} tokens"
+    if row["finished"] < load["requests"]:
+        text += f", {row['finished']} ended in {row['limit_s']:.0f} s"
+    return text

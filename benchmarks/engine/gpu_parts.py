@@ -148,6 +148,7 @@ class _Bench:
         if llm.runner.graphs is not None:
             graphs = llm.runner.graphs
             values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.items()}}
+            values |= {"refused": graphs.refused, "tiles": _tiles(llm)}
             values |= {"started_ahead": graphs.started_ahead, "used_ahead": graphs.used_ahead}
         return self.row("ridgeline", kind, values)
 
@@ -261,6 +262,18 @@ def _graph_ms(llm: LLM) -> float | None:
     torch.cuda.synchronize()
     graphs.device.copy_(kept)
     return round(start.elapsed_time(end) / 8, 4)
+
+
+def _tiles(llm: LLM) -> dict[str, str]:
+    """How the recorded step's one-row kernels go over their weights."""
+    graphs = llm.runner.graphs
+    recorded = None if graphs is None else graphs.recorded.get(1)
+    configs = getattr(recorded.forward, "configs", {}) if recorded is not None else {}
+    return {
+        name: f"{c.block_n}x{c.block_k}, {c.num_warps} warps, {c.num_stages} stages"
+        + (", overlapped" if c.overlap else "")
+        for name, c in configs.items()
+    }
 
 
 def _random_decoder(shape: DecoderConfig, device: str) -> Decoder:

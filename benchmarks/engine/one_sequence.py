@@ -23,11 +23,13 @@ WARM_STEPS = 8
 
 
 def save(args: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Append a row to serve.jsonl as soon as it is there; a trial writes nothing."""
+    """Append a row to serve.jsonl, or to agreement.jsonl where it is no speed, as soon as it is
+    there; a trial writes nothing."""
     if args.trial:
         return
     args.results.mkdir(parents=True, exist_ok=True)
-    with open(args.results / "serve.jsonl", "a", encoding="utf-8") as file:
+    name = "serve" if "tokens_per_s" in row else "agreement"
+    with open(args.results / f"{name}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 

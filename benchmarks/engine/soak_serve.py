@@ -287,7 +287,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/cpu")
     options = parser.parse_args()
-    row = common() | {"seconds": options.seconds, "seed": options.seed}
+    model = {} if options.model is None else {"model": options.model.name}
+    row = common() | model | {"seconds": options.seconds, "seed": options.seed}
     row |= run(options.seconds, options.model, options.seed)
     if options.record:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)

@@ -390,7 +390,7 @@ def trace_of(
 ) -> Trace:
     """A few AdamW steps on the same batches."""
     seqlen, batch, all_steps = (
-        (32, 2 * run.ranks, 3) if run.args.tiny else (1024, 4 * run.ranks, 20)
+        (32, 2 * run.ranks, 2) if run.args.tiny else (1024, 4 * run.ranks, 20)
     )
     batch = max(batch, layout.dp * (layout.num_microbatches or 1))
     samples = batch // (layout.dp * (layout.num_microbatches or 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +29,10 @@ class TuneAttention(AttentionShape):
     of two."""
 
     workers: int | None = None
-    """Processes that compile ahead of the timing; the cores less one unless given, 0 for none."""
+    """Processes that compile beside the timing; the cores less one unless given, 0 for none."""
+    seconds: float = 120.0
+    """Time for all kernels of the problem: tiles that are not compiled by then are left, and the
+    fastest of the others is kept."""
 
     def __post_init__(self) -> None:
         AttentionShape.__post_init__(self)
@@ -36,10 +40,12 @@ class TuneAttention(AttentionShape):
             raise bad_value(
                 "tune", "workers", "not be negative", self.workers, "give 0 to compile in turn"
             )
+        if not self.seconds > 0:
+            raise bad_value("tune", "seconds", "be positive", self.seconds, "give some seconds")
 
 
 def tune(config: TuneAttention, timer: Any = None) -> Result:
-    """Time every valid tile of every kernel that the problem runs and keep the fastest of each.
+    """Time the tiles of every kernel that the problem runs and keep the fastest of each.
 
     timer: (runs, repetitions) -> microseconds of each; CUDA events unless given.
 
@@ -57,10 +63,12 @@ def tune(config: TuneAttention, timer: Any = None) -> Result:
     counts = [len(sweep.configs_of(problem, arch, name)) for name in names]
     rows = []
     file = tuned.path(arch)
-    with progress.task("tune", sum(counts) * (2 if workers else 1), "tiles") as advance:
-        for name in names:
+    end = time.monotonic() + config.seconds
+    with progress.task("tune", sum(counts), "tiles") as advance:
+        for to_go, name in zip(range(len(names), 0, -1), names, strict=True):
+            share = (end - time.monotonic()) / to_go
             outcome = sweep.tune_kernel(
-                problem, arch, name, timer, workers=workers, advance=advance
+                problem, arch, name, timer, workers=workers, seconds=share, advance=advance
             )
             file = tuned.save("attention", arch, {outcome.key: sweep.entry(outcome)})
             rows.append(asdict(outcome))
@@ -93,7 +101,7 @@ def show(result: Result) -> str:
     rows = [
         (
             row["kernel"],
-            f"{row['tried']} ({row['failed']} failed)",
+            f"{row['tried']} ({row['failed']} failed, {row['left']} left)",
             number(row["shipped_us"]),
             number(row["best_us"]),
             config_text(row["best"]) + (" (as shipped)" if row["best"] == row["shipped"] else ""),

@@ -5,13 +5,17 @@ and the matmuls instead of two dozen, each of them launch-bound at decode sizes.
     y = norm(x += delta) ; delta = down(silu(gate) up)
 
 The same numbers as forward.py's, rounded at the same places (kernels/step). One row of plain
-weights can go further (RowForward): norm, matmul and gate are one kernel then; whether that is
-faster is measured where it runs (graphs.py).
+weights can go further (RowForward): norm, matmul and gate are one kernel then. Either can be
+overlapped (Hopper and later): a kernel starts while the one before it ends, and the next matmul's
+weights come meanwhile. Which way is fastest is measured where it runs (graphs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +23,26 @@ import torch.nn.functional as F
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.paged import FP8, DeviceAttention
 from ridgeline.engine.weights import Dense, LayerWeights, Linear
-from ridgeline.kernels.step.op import for_tensor
+from ridgeline.kernels.step.op import for_tensor, overlapped
+
+PARTS = ("qkv", "out", "gate_up", "down", "head")
+"""Of a row's kernels, those that read weights; the first four as LayerWeights.linears()."""
 
 
 class DeviceForward(Forward):
     """Forward, fused where the step's attention is over pages in place."""
+
+    overlaps = False
+
+    def overlapped(self) -> Self:
+        """The same step by kernels that start while the previous one ends."""
+        made = copy(self)
+        made.overlaps = True
+        return made
+
+    def small(self, like: torch.Tensor) -> Any:
+        """The fused operations beside the matmuls, for a device."""
+        return overlapped() if self.overlaps else for_tensor(like)
 
     def hidden(
         self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: Attend
@@ -33,7 +52,7 @@ class DeviceForward(Forward):
             return super().hidden(token_ids_P, positions_P, attend)
         weights, eps = self.weights, self.weights.config.norm_eps
         x_PC = F.embedding(token_ids_P, weights.embedding_VC)
-        step = for_tensor(x_PC)
+        step = self.small(x_PC)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps)
@@ -44,6 +63,13 @@ class DeviceForward(Forward):
             both = layer.gate_up(y_PC)
             delta = self._summed(layer.down(both if layer.gated else step.silu_mul(both)))
         return x_PC if delta is None else x_PC + delta
+
+    def normed(self, x_RC: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        if not self.overlaps:
+            return super().normed(x_RC)
+        weights = self.weights
+        return overlapped().add_rms_norm(x_RC, None, weights.norm, weights.config.norm_eps)
 
     def _rotated(
         self,
@@ -62,7 +88,7 @@ class DeviceForward(Forward):
             q = F.rms_norm(qkv_PHD[:, :H], (D,), layer.q_norm, eps)
             k = F.rms_norm(qkv_PHD[:, H : H + G], (D,), layer.k_norm, eps)
             qkv_PHD = torch.cat((q, k, qkv_PHD[:, H + G :]), dim=1)
-        return for_tensor(qkv_PHD).rope_append(
+        return self.small(qkv_PHD).rope_append(
             qkv_PHD,
             H,
             (self.rotary.cos_T1D, self.rotary.sin_T1D),
@@ -74,6 +100,9 @@ class DeviceForward(Forward):
 
 class RowForward(DeviceForward):
     """One decoding row of a model with plain weights: five kernels a layer beside the attention."""
+
+    configs: Mapping[str, Any] = {}
+    """How the kernels that read weights go over them, where not by default."""
 
     @classmethod
     def of(cls, forward: Forward) -> RowForward | None:
@@ -87,6 +116,41 @@ class RowForward(DeviceForward):
         made.__dict__.update(forward.__dict__)
         return made
 
+    def with_configs(self, configs: Mapping[str, Any], *, overlap: bool) -> RowForward:
+        """By other configs, overlapped or not."""
+        made = copy(self)
+        made.overlaps = overlap
+        made.configs = {name: replace(c, overlap=overlap) for name, c in configs.items()}
+        return made
+
+    def calls(self, name: str, config: Any) -> Callable[[], None]:
+        """A linear's kernel on every layer's weights, on rows of zeros: what is timed."""
+        weights, eps = self.weights, self.weights.config.norm_eps
+        step = for_tensor(weights.embedding_VC)
+        if name == "head":
+            linears = [(weights.head, weights.norm)]
+        else:
+            place = PARTS.index(name)
+            linears = [
+                (layer.linears()[place], layer.mlp_norm if name == "gate_up" else layer.input_norm)
+                for layer in weights.layers
+            ]
+        row = torch.zeros_like(_dense(linears[0][0]).weight_NK[:1])
+
+        def run() -> None:
+            for linear, norm in linears:
+                dense = _dense(linear)
+                if name in ("qkv", "gate_up"):
+                    step.norm_linear(
+                        row, row, norm, eps, dense.weight_NK, dense.bias_N,
+                        gated=name == "gate_up", config=config,
+                    )  # fmt: skip
+                else:
+                    wide = torch.float32 if name == "head" else None
+                    step.row_linear(row, dense.weight_NK, dense.bias_N, dtype=wide, config=config)
+
+        return run
+
     def hidden(
         self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
@@ -94,28 +158,40 @@ class RowForward(DeviceForward):
         assert isinstance(attend, DeviceAttention) and token_ids_P.shape[0] == 1
         weights, eps = self.weights, self.weights.config.norm_eps
         x_1C = F.embedding(token_ids_P, weights.embedding_VC)
-        step = for_tensor(x_1C)
+        step, own = for_tensor(x_1C), self._options
         delta: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             qkv, out, gate_up, down = (_dense(linear) for linear in layer.linears())
             x_1C, qkv_1K = step.norm_linear(
-                x_1C, delta, layer.input_norm, eps, qkv.weight_NK, qkv.bias_N
+                x_1C, delta, layer.input_norm, eps, qkv.weight_NK, qkv.bias_N, **own("qkv")
             )
             q_1HD = self._rotated(index, layer, qkv_1K, positions_P, attend)
             o_1HD = attend.read(index, q_1HD, layer.window)
-            delta = step.row_linear(o_1HD.flatten(1), out.weight_NK, out.bias_N)
+            delta = step.row_linear(o_1HD.flatten(1), out.weight_NK, out.bias_N, **own("out"))
             x_1C, gated_1F = step.norm_linear(
-                x_1C, delta, layer.mlp_norm, eps, gate_up.weight_NK, gate_up.bias_N, gated=True
+                x_1C,
+                delta,
+                layer.mlp_norm,
+                eps,
+                gate_up.weight_NK,
+                gate_up.bias_N,
+                gated=True,
+                **own("gate_up"),
             )
-            delta = step.row_linear(gated_1F, down.weight_NK, down.bias_N)
+            delta = step.row_linear(gated_1F, down.weight_NK, down.bias_N, **own("down"))
         return x_1C if delta is None else x_1C + delta
 
     def logits(self, x_RC: torch.Tensor, wide_rows: Sequence[int] = ()) -> torch.Tensor:
         """Logits of one hidden state, fp32 [1, V]."""
         del wide_rows
         weights, eps = self.weights, self.weights.config.norm_eps
-        y_1C = for_tensor(x_RC).add_rms_norm(x_RC, None, weights.norm, eps)
-        return for_tensor(x_RC).row_linear(y_1C, weights.head.weight_NK, dtype=torch.float32)
+        y_1C = self.small(x_RC).add_rms_norm(x_RC, None, weights.norm, eps)
+        return for_tensor(x_RC).row_linear(
+            y_1C, weights.head.weight_NK, dtype=torch.float32, **self._options("head")
+        )
+
+    def _options(self, name: str) -> dict[str, Any]:
+        return {"config": self.configs[name]} if name in self.configs else {}
 
 
 def _dense(linear: Linear) -> Dense:

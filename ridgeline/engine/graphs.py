@@ -12,15 +12,16 @@ or that is written again by a later kernel before anyone reads it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.engine.device_forward import RowForward
+from ridgeline.engine.device_forward import PARTS, DeviceForward, RowForward
 from ridgeline.engine.forward import Forward
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
+from ridgeline.kernels.step.op import row_configs
 
 if TYPE_CHECKING:
     from ridgeline.engine.runner import Runner, StepBatch
@@ -36,6 +37,9 @@ rest is empty, so that the pages start at a multiple of 32 bytes."""
 TRIALS = 5
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
+LOGITS_GAP = 0.2
+"""Of two ways' logits, over their standard deviation: sums in another order in 16 bits make less,
+a kernel that read too early more."""
 
 
 @dataclass(slots=True)
@@ -79,6 +83,8 @@ class DecodeGraphs:
         self.recorded: dict[int, Recorded] = {}
         self.times_ms: dict[str, float] = {}
         """Of one sequence's step, by the way it is computed, where there was a choice."""
+        self.refused: dict[str, str] = {}
+        """Ways that were not taken for another reason than their time, and the reason."""
         self.pool: Any = None
         most, width = GRAPH_SIZES[-1], runner.table_width
         shape = (most, NUMBERS + width)
@@ -195,29 +201,72 @@ class DecodeGraphs:
     # ---- recording ---------------------------------------------------------------------------
 
     def _best(self, size: int) -> Recorded:
-        """The step recorded; of one sequence in every way there is, and the fastest kept."""
+        """The step recorded; of one sequence in every way there is, and the fastest kept of those
+        that give the first one's logits."""
         first = self._record(size, self.runner.forward)
-        other = RowForward.of(self.runner.forward) if size == 1 and self.on_gpu else None
-        if other is None:
+        if size > 1 or not self.on_gpu or self.runner.group is not None:
             return first
-        second = self._record(size, other)
-        self.times_ms = {"rows": self._time_ms(second), "matmuls": self._time_ms(first)}
-        gained = self.times_ms["rows"] < (1 - LEAST_GAIN) * self.times_ms["matmuls"]
-        return second if gained else first
+        found = {"matmuls": first}
+        for name, forward in self._other_ways():
+            try:
+                found[name] = self._record(size, forward())
+            except RuntimeError as error:  # what is recorded already serves
+                self.refused[name] = str(error)
+        self.times_ms = {name: self._time_ms(recorded) for name, recorded in found.items()}
+        want = self._logits(first)
+        for name, recorded in found.items():
+            if not is_alike(self._logits(recorded), want):
+                self.refused[name] = "its logits are not those of the first way"
+        return found[fastest(self.times_ms, set(found) - set(self.refused))]
+
+    def _other_ways(self) -> Iterator[tuple[str, Callable[[], Forward]]]:
+        """Ways to compute a step of one sequence, beside the runner's own."""
+        forward = self.runner.forward
+        assert isinstance(forward, DeviceForward)
+        overlap = torch.cuda.get_device_capability(self.runner.device) >= (9, 0)
+        rows = RowForward.of(forward)
+        if overlap:
+            yield "matmuls, overlapped", forward.overlapped
+        if rows is not None:
+            name = "rows, overlapped" if overlap else "rows"
+            yield name, lambda: rows.with_configs(self._row_configs(rows, overlap), overlap=overlap)
+            if overlap and name in self.refused:
+                yield "rows", lambda: rows
+
+    def _row_configs(self, rows: RowForward, overlap: bool) -> dict[str, Any]:
+        """The fastest config of each of a row's kernels on this model's weights."""
+        chosen: dict[str, Any] = {}
+        for name in PARTS:
+            times = {
+                config: self._call_ms(rows.calls(name, config))
+                for config in (replace(c, overlap=overlap) for c in row_configs())
+            }
+            chosen[name] = min(times, key=times.__getitem__)
+        return chosen
+
+    def _call_ms(self, call: Callable[[], None]) -> float:
+        """Median milliseconds of a call's kernels, replayed."""
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        return median_ms(graph.replay)
+
+    def _logits(self, recorded: Recorded) -> torch.Tensor:
+        """Of the numbers that are in the buffer."""
+        kept = self.device.clone()
+        recorded.replay()
+        logits = recorded.logits.float().clone()
+        self.device.copy_(kept)
+        return logits
 
     def _time_ms(self, recorded: Recorded) -> float:
         """Median milliseconds of a replay. The numbers move on with each: they are put back."""
-        kept, times = self.device.clone(), []
-        for _ in range(TRIALS):
-            self.device.copy_(kept)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            recorded.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+        kept = self.device.clone()
+        found = median_ms(recorded.replay, lambda: self.device.copy_(kept))
         self.device.copy_(kept)
-        return statistics.median(times)
+        return found
 
     def _record(self, size: int, forward: Forward) -> Recorded:
         if not self.on_gpu:
@@ -249,3 +298,31 @@ class DecodeGraphs:
                 tokens.copy_(new_tokens)
 
         return Recorded(replay, logits, tokens, forward)
+
+
+def fastest(times_ms: Mapping[str, float], right: Collection[str]) -> str:
+    """The way to take: the first one, unless another that is right is clearly faster."""
+    first = next(iter(times_ms))
+    best = min(right, key=times_ms.__getitem__, default=first)
+    return best if times_ms[best] < (1 - LEAST_GAIN) * times_ms[first] else first
+
+
+def is_alike(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether logits are others' within what 16 bits make of another order of sums."""
+    gap = (got - want).square().mean().sqrt()
+    return bool(gap <= LOGITS_GAP * want.std())
+
+
+def median_ms(replay: Callable[[], None], before: Callable[[], object] | None = None) -> float:
+    """Median milliseconds of a few replays; before: what is done first each time, not timed."""
+    times: list[float] = []
+    for _ in range(TRIALS):
+        if before is not None:
+            before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ridgeline.core.errors import bad_value, unsupported
+from ridgeline.core.errors import bad_value
 from ridgeline.kernels.attention.dispatch import attention_op
 
 Run = Callable[..., torch.Tensor]
@@ -36,24 +36,6 @@ _KEPT = (
     torch.ops._c10d_functional.wait_tensor.default,
 )
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def overlap_tensor_parallel(device: torch.device) -> None:
-    """Let inductor pair the blocks' collectives with their matmuls through symmetric memory.
-
-    Raises: NotImplementedError where there is no GPU.
-    """
-    if device.type != "cuda":
-        raise unsupported(
-            "layout",
-            "async_tp",
-            "run on GPUs",
-            device.type,
-            "leave it out: the result is the same",
-        )
-    from torch._inductor import config as inductor_config  # seconds of imports
-
-    inductor_config._micro_pipeline_tp = True
 
 
 def wrap_block(block: nn.Module, kind: str, width: int, *, compiled: bool = False) -> None:

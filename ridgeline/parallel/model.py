@@ -20,7 +20,7 @@ from torch import nn
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder, DecoderPart, initial_value
 from ridgeline.parallel import clip, fsdp
-from ridgeline.parallel.activations import overlap_tensor_parallel, wrap_block
+from ridgeline.parallel.activations import wrap_block
 from ridgeline.parallel.boxes import Box, box_of
 from ridgeline.parallel.collectives import Group
 from ridgeline.parallel.context import ContextPlan, local_micro_batch
@@ -28,6 +28,7 @@ from ridgeline.parallel.deferred import defer
 from ridgeline.parallel.layout import Indices, samples_of_rank
 from ridgeline.parallel.masters import master_of
 from ridgeline.parallel.mesh import World
+from ridgeline.parallel.overlap import overlap_tensor_parallel
 from ridgeline.parallel.pipeline import Loop, Pipeline
 from ridgeline.parallel.plans.apply import Plan
 from ridgeline.parallel.plans.decoder import decoder_plan, split_decoder
@@ -70,8 +71,8 @@ class ParallelModel:
     ) -> None:
         self.config, self.world, self.options = config, world, options
         layout = world.layout
-        if layout.async_tp:
-            overlap_tensor_parallel(world.device)
+        if layout.async_tp and (group := world.group("tp")) is not None:
+            overlap_tensor_parallel(world.device, group)
         self._plan_of = plan_of
         self._axis = _axis(world)
         self._shapes = whole_shapes(config)

@@ -146,4 +146,5 @@ class StagedBlock:
                     "that runs twice cannot be calibrated"
                 )
             outputs.append(forward.output)
+            forward.output = None  # threads and block refer to each other: freed late
         return outputs

@@ -13,6 +13,7 @@ from ridgeline.core import registry
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import parallel_page  # noqa: E402
 import readme_tables  # noqa: E402
 import result_rows  # noqa: E402
 import results_page  # noqa: E402
@@ -215,3 +216,27 @@ def test_training_rows_say_their_layout_and_what_is_no_speed_is_left_out(written
         "float32, 8,192", "9,554", "55.9% / 49.7%",
     ]  # fmt: skip
     assert cells[5:7] == ["29 / 3 of 2,000 ms", "101 GiB"]
+
+
+def test_the_parallel_page_shows_where_steps_go_and_the_newest_comparison(written):
+    layout = {
+        "dp_replicate": 1, "dp_shard": 1, "tp": 2, "pp": 1, "cp": 1, "zero": 3, "schedule": "1f1b",
+        "num_microbatches": 2, "sequence_parallel": True, "activation_checkpointing": "none",
+        "async_tp": False,
+    }  # fmt: skip
+    common = {"op": "train", "layout": layout, "gpu": "h200x2"}
+    step = {"compute": 750.0, "exposed_comm": 150.0, "bubble": 0.0, "data": 0.0, "other": 100.0}
+    speed = _row(
+        "ridgeline", 9e5, model="llama-8b", state="float32", seqlen=8192, micro_batch=1,
+        tokens_per_s_per_gpu=9126.0, mfu_noncausal=0.534, mfu_causal=0.475, peak_memory_gib=90.0,
+        step_ms=step, versions={"torch": "2.11"}, **common,
+    )  # fmt: skip
+    wrong = {"error": 2.2, "tensor": "gradient of a", "ok": False}
+    right = [wrong | {"error": e, "ok": True, "attention": "triton"} for e in (1e-7, 3e-7)]
+    rows = [speed, _row("ridgeline", 0, model="verify", verify=wrong, run="old", **common)]
+    rows += [_row("ridgeline", 0, model="verify", verify=x, run="new", **common) for x in right]
+    text = parallel_page.parallel_tables(written(rows, "train"))
+    assert "| 900 ms | 75.0% | 15.0% | 0.0% | 10.0% |" in text
+    assert "| 53.4% | 47.5% |" in text and "8,192 x 1 x 2" in text
+    assert "3.0e-07" in text and "2.2e+00" not in text and text.count("one process, fp32") == 1
+    assert parallel_page.parallel_tables([]) == "Nothing has been measured yet."

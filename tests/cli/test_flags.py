@@ -26,7 +26,7 @@ FLAGS = {
     "tune attention": "--seqlen --seqlen-k --batch --heads --kv-heads --head-dim --head-dim-v "
     "--dtype --causal --no-causal --window-left --window-right --softcap --dropout --no-dropout "
     "--alibi --no-alibi --sinks --no-sinks --bias --no-bias --varlen --no-varlen --page-size "
-    "--direction --workers",
+    "--direction --workers --seconds",
     "warmup": "--ops --dtypes --head-dims --masks --layouts --softcap --no-softcap --sinks "
     "--no-sinks --model --layers --group-sizes --scale-dtype --symmetric --no-symmetric "
     "--arch --workers",

@@ -72,6 +72,7 @@ def test_the_fastest_that_agrees_is_kept_and_used(tmp_path):
     said = json.loads(done.stdout.splitlines()[-1])
     [kernel] = said["kernels"]
     assert (kernel["kernel"], kernel["tried"], kernel["failed"]) == ("decode", 4, 1)
+    assert kernel["left"] == 0
     assert (kernel["shipped_us"], kernel["best_us"]) == (100.0, 50.0)
     assert kernel["best"] != kernel["shipped"]
     [versions] = json.loads(Path(said["file"]).read_text()).values()
@@ -94,6 +95,7 @@ def test_no_gpu_is_one_line(capsys, monkeypatch):
     ("words", "part"),
     [
         ("attention --seqlen 8 --workers -1", "workers must not be negative, got -1"),
+        ("attention --seqlen 8 --seconds 0", "seconds must be positive, got 0"),
         ("attention --seqlen 0", "seqlen must be at least 1, got 0"),
         ("w4a16 --m 1", "the next word must be one of attention, got 'w4a16'"),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.device_forward import DeviceForward, RowForward
-from ridgeline.engine.graphs import AHEAD_SIZE, DecodeGraphs
+from ridgeline.engine.graphs import AHEAD_SIZE, DecodeGraphs, fastest, is_alike
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.paged import DeviceAttention
 from ridgeline.engine.params import SamplingParams
@@ -161,3 +161,75 @@ def one_row(cache):
         decode_seqlens_B=torch.tensor([9 % cache.page_tokens + 1], dtype=torch.int32),
         decode_table_BU=torch.tensor([[2]], dtype=torch.int32),
     )
+
+
+# ---- ways to compute a step ----------------------------------------------------------------------
+
+
+def test_the_fastest_right_way_by_a_margin():
+    times = {"matmuls": 1.0, "rows": 0.99, "overlapped": 0.9}
+    assert fastest(times, set(times)) == "overlapped"
+    assert fastest(times, {"matmuls", "rows"}) == "matmuls"  # 1 % is not worth it
+    assert fastest(times, set()) == "matmuls"
+
+
+def test_alike():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 500)
+    assert is_alike(logits + 0.01 * torch.randn(1, 500), logits)
+    assert not is_alike(torch.randn(1, 500), logits)
+    assert not is_alike(torch.full_like(logits, torch.nan), logits)
+
+
+class _Another(DeviceForward):
+    """Another way to compute a step; wrong where its logits are shifted by one token."""
+
+    shift = 0
+
+    def logits(self, x_RC, wide_rows=()):
+        return super().logits(x_RC, wide_rows).roll(self.shift, -1)
+
+
+def _way(runner, shift: int):
+    def make():
+        if shift < 0:
+            raise RuntimeError("no room")
+        made = _Another(runner.weights, runner.max_model_len)
+        made.shift = shift
+        return made
+
+    return make
+
+
+class _Ways(DecodeGraphs):
+    """Recording as on a GPU, by plain calls: the later a way, the faster."""
+
+    def _best(self, size):
+        self.on_gpu = True
+        try:
+            return super()._best(size)
+        finally:
+            self.on_gpu = False
+
+    def _record(self, size, forward):
+        return self._plain(size, forward)
+
+    def _other_ways(self):
+        runner = self.runner
+        yield from (("right", _way(runner, 0)), ("wrong", _way(runner, 1)))
+        yield "failing", _way(runner, -1)
+
+    def _time_ms(self, recorded):
+        return {DeviceForward: 3.0, _Another: 2.0 - getattr(recorded.forward, "shift", 0)}[
+            type(recorded.forward)
+        ]
+
+
+def test_a_way_that_fails_or_errs_is_not_taken(model):
+    llm = llm_of(model)
+    graphs = llm.runner.graphs = _Ways(llm.runner)
+    found = tokens(llm, greedy(20), PROMPTS[:1])
+    assert found == tokens(llm_of(model, graphs=False), greedy(20), PROMPTS[:1])
+    assert graphs.recorded[1].forward.shift == 0 and type(graphs.recorded[1].forward) is _Another
+    assert graphs.refused["failing"] == "no room" and "logits" in graphs.refused["wrong"]
+    assert graphs.times_ms == {"matmuls": 3.0, "right": 2.0, "wrong": 1.0}

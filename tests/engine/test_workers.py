@@ -106,8 +106,27 @@ def test_four_bits_over_two_ranks(tmp_path):
     folder = tmp_path / "w4"
     save_quantized(folder, load_hf_config(source), plain, weights, recipe)
     copy_tokenizer(source, folder)
-    with two_ranks(folder) as llm:
+    llm = LLM(folder, TWO)
+    try:
         assert tokens(llm) == tokens(LLM(folder))
+        told_of_a_kill_while_it_generates(llm)
+    finally:
+        llm.close(stop=False)
+
+
+def told_of_a_kill_while_it_generates(llm: LLM) -> None:
+    """The last of an engine of two ranks; without a thread that watches them."""
+    workers, step, killed = llm.workers, llm.core.run, []
+    assert workers is not None
+
+    def run(batch):
+        if not killed:
+            killed.append(workers.processes[0].kill())
+        return step(batch)
+
+    llm.core.run = run
+    with pytest.raises(EngineDeadError, match="rank 1 was killed by SIGKILL"):
+        llm.generate(PROMPTS, GREEDY)
 
 
 @pytest.mark.dist
@@ -127,19 +146,6 @@ def test_a_rank_that_ends_is_told(tmp_path):
         await engine.close()
 
     asyncio.run(idle())
-    llm = LLM(folder, TWO)  # and in the middle of a generation, without a thread
-    assert llm.workers is not None
-    step, killed = llm.core.run, []
-
-    def run(batch):
-        if not killed:
-            killed.append(llm.workers.processes[0].kill())
-        return step(batch)
-
-    llm.core.run = run
-    with pytest.raises(EngineDeadError, match="rank 1 was killed by SIGKILL"):
-        llm.generate(PROMPTS, GREEDY)
-    llm.close(stop=False)
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path):

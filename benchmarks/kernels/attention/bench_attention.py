@@ -457,7 +457,7 @@ def commit_here():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name contains one")
     parser.add_argument("--reps", type=int, default=11)
     parser.add_argument("--wait", type=float, default=300, help="seconds for cells to compile")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this")
@@ -475,7 +475,7 @@ def main():
         "date": datetime.date.today().isoformat(),
     }
     count = 0
-    running = Cells([name for name in cells() if args.only in name], args)
+    running = Cells([n for n in cells() if any(part in n for part in args.only)], args)
     ready = running.wait(args.wait)
     print(f"{len(ready)} cells ready, {time.time() - running.started:.0f} s", flush=True)
     for name in ready:

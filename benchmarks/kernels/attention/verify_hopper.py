@@ -69,6 +69,9 @@ class Variant:
         return " ".join(parts + ([f"section {self.section}"] if self.section else [])) or "default"
 
 
+HELPED = Variant((("helpers", True), ("other_registers", 72)))
+
+
 @contextlib.contextmanager
 def using(variant: Variant) -> Iterator[None]:
     """Plans made meanwhile take the variant."""
@@ -150,9 +153,15 @@ def group_narrow() -> None:
     host_time()
 
 
-def group_turn() -> None:
-    turns = [Variant((("turn", turn),)) for turn in ("after_loads", "next_step")]
-    grid([(64, 64), (128, 128)], [*turns, Variant(section=2)], True)
+def group_helpers() -> None:
+    """The backward with and without the fourth warpgroup, and turns of several heads."""
+    plain = Variant((("helpers", False), ("other_registers", 88)))
+    grid([(64, 64), (128, 128)], [HELPED], False)
+    grid([(128, 128)], [plain], False)
+    grid([(64, 64), (128, 128)], [Variant(section=1), Variant(section=8)], True)
+    for dim, shape in itertools.product([(64, 64), (128, 128)], SHAPES):
+        options = replace(masks(dim)[2], deterministic=True)
+        check(f"{dim} {shape} window deterministic", Variant(), leaves(shape, dim), options)
 
 
 def group_single() -> None:
@@ -175,18 +184,16 @@ def group_deterministic() -> None:
 
 
 def group_far() -> None:
-    """All scores near -200: P of keys behind the sequence must not overflow into dQ. The backward
-    to head dim 128 does not hide such keys yet: expected BAD there (docs/log)."""
+    """All scores near -200: P of keys behind the sequence must not overflow into dQ."""
     for dim in (256, 128):
         q = torch.full((1, 70, 1, dim), 3.5, device="cuda").bfloat16()
         qkv = [q, -q, torch.randn_like(q)]
         check(f"{dim} scores below -190", Variant(), qkv, masks((dim, dim))[0])
 
 
-def group_repeats(count: int = 1000) -> None:
+def group_repeats(dims: list[tuple[int, int]] | None = None, count: int = 1000) -> None:
     """O, dK, dV always; dQ in deterministic mode."""
-    wide = [(192, 192), (256, 256), (192, 128)]
-    for dim in [(64, 64), (96, 96), (128, 128), *wide]:
+    for dim in dims or [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]:
         for causal, deterministic in itertools.product((False, True), repeat=2):
             name = f"{count} repeats {dim} causal {causal} deterministic {deterministic}"
             qkv = leaves((1100, 1100, 8, 8), dim)
@@ -210,30 +217,52 @@ def group_repeats(count: int = 1000) -> None:
 
 
 def group_tune() -> None:
-    """TFLOP/s of variants, each the median of turns, in the order of the issue's bars."""
-    turns = [Variant((("turn", turn),)) for turn in ("after_loads", "next_step")]
-    sections = [Variant(section=n) for n in (2, 4)]
-    both = [replace(turn, section=2) for turn in turns]
-    backward = [c for c in bench.cells() if c.direction == "bwd"]
-    for cell in backward:
+    """TFLOP/s of variants, each the median of turns in one process."""
+    pair, stages = Variant((("pair", False),)), Variant((("ds_stages", 4),))
+    plain = Variant((("helpers", False), ("other_registers", 88)))
+    for cell in [c for c in bench.cells() if c.direction == "bwd"]:
         wide = max(cell.head_dim, cell.head_dim_v) > 128
-        if wide and cell.seqlen_q >= 8192 and not cell.deterministic:
-            variants = [Variant(), Variant((("pair", False),))]
-        elif cell.deterministic:
-            variants = [Variant(), *sections] if wide else [Variant(), *turns, *sections, *both]
+        if cell.deterministic:
+            sections = [Variant(section=n) for n in ((1, 2) if wide else (2, 8, 16))]
+            variants = [Variant(), *sections]
+            variants += [] if wide else [stages, replace(stages, section=8)]
+        elif wide and cell.seqlen_q >= 8192 and cell.causal:
+            variants = [Variant(), pair, Variant(section=2)]
+        elif cell.head_dim == 128 and not wide and (cell.lengths or not cell.causal):
+            variants = [Variant(), HELPED]
+        elif cell.window:
+            variants = [Variant(), Variant(section=1), Variant(section=8)]
+        elif not wide and cell.head_dim == 128:
+            variants = [Variant(), plain]
         else:
             continue
-        for variant in variants:
-            try:
-                with using(variant):
-                    # The plan is kept by the call itself: the variant must stay during the turns.
-                    runs = {"ours": bench.calls(cell, bench.Peers())["cute_sm90"]}
-                    times = bench.measure(runs, rounds=5, target_ms=6)["ours"]
-            except UserError:
-                say("missing", f"{cell.label()} {variant}")
-                continue
-            tflops = cell.flops() / times[len(times) // 2] / 1e6
-            print(f"tune {cell.label()} {variant}: {tflops:.0f}", flush=True)
+        times = in_turns(cell, variants)
+        found = {name: round(cell.flops() / t[len(t) // 2] / 1e6) for name, t in times.items()}
+        print(f"tune {cell.label()} {found}", flush=True)
+
+
+def in_turns(cell: bench.Cell, variants: list[Variant]) -> dict[str, list]:
+    """Microseconds of each variant that is there: each keeps the plans of its own."""
+    runs = {}
+    for variant in variants:
+        try:
+            plans: dict = {}
+            with using(variant):
+                cute_sm90._plans = plans
+                call = bench.calls(cell, bench.Peers())["cute_sm90"]
+                call()
+                cute_sm90._plans = {}  # `using` clears what it finds at its end
+
+            def run(call=call, plans=plans):
+                cute_sm90._plans = plans
+                return call()
+
+            runs[str(variant)] = run
+        except UserError:
+            say("missing", f"{cell.label()} {variant}")
+    times = bench.measure(runs, rounds=5, target_ms=6)
+    cute_sm90._plans = {}
+    return times
 
 
 def host_time() -> None:

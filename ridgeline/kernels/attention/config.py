@@ -35,6 +35,8 @@ class TileConfig:
     """Loads by tensor descriptors."""
     branch: bool = False
     """The mask as a branch of one loop, not as separate loops."""
+    held: bool = False
+    """Q (in dQ: and dO) is an operand in registers, not in shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class BackwardConfig:
 
     dkdv: TileConfig
     dq: TileConfig
+    joined: bool = False
+    """dK, dV and dQ in one launch, but under a block mask; the tiles then agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,10 @@ def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfi
         return f"block_n {tile.block_n} leaves {tile.num_warps} warps less than 8 rows each"
     if tile.block_m > 128 and kernel in ("dq", "dkdv"):
         return f"block_m {tile.block_m} is more than the 128 that rows are aligned to"
+    if tile.held and (kernel not in ("fwd", "dq") or not _is_hopper_table(problem, arch)):
+        return "an operand in registers is for 16-bit fwd and dq tiles of sm90"
+    if tile.held and (tile.block_n > 64 or max(block_dims(problem)) > 128):
+        return "an operand in registers is for up to 64 keys and head dim 128"
     if tile.tma and (not arch.is_gpu or int(arch.name[2:]) < 90):
         return f"tensor descriptors need sm90, not {arch.name}"
     if (needed := smem_bytes(problem, kernel, tile)) > arch.smem_bytes:
@@ -164,10 +172,14 @@ _BACKWARD_SM90: dict[tuple[int, str], BackwardConfig] = {
         dkdv=_tile(64, 64, 4, 3, tma=True), dq=_tile(64, 64, 4, 2, tma=True, branch=True)
     ),
     (128, "full"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(64, 64, 4, 2, tma=True)
+        dkdv=_tile(64, 64, 4, 2, tma=True),
+        dq=_tile(64, 64, 4, 3, tma=True, held=True),
+        joined=True,
     ),
     (128, "causal"): BackwardConfig(
-        dkdv=_tile(64, 64, 4, 2, tma=True), dq=_tile(128, 64, 8, 3, tma=True, branch=True)
+        dkdv=_tile(64, 64, 4, 2, tma=True),
+        dq=_tile(64, 64, 4, 3, tma=True, branch=True, held=True),
+        joined=True,
     ),
     (128, "window"): BackwardConfig(
         dkdv=_tile(64, 64, 4, 2, tma=True, branch=True),
@@ -291,7 +303,15 @@ def backward_config(
 ) -> BackwardConfig:
     """The backward kernels' tiles."""
     dkdv, dq = (_choose(problem, arch, kernel, tuned)[0] for kernel in ("dkdv", "dq"))
-    return BackwardConfig(dkdv=dkdv, dq=dq)
+    joined = _is_hopper_table(problem, arch) and can_join(dkdv, dq)
+    joined = joined and _BACKWARD_SM90[_bucket(problem), _mask_kind(problem)].joined
+    return BackwardConfig(dkdv=dkdv, dq=dq, joined=joined)
+
+
+def can_join(dkdv: TileConfig, dq: TileConfig) -> bool:
+    """Whether one launch can do both: the same tiles of the tensors, the same threads."""
+    kinds = ((t.block_m, t.block_n, t.num_warps, t.tma) for t in (dkdv, dq))
+    return next(kinds) == next(kinds)
 
 
 def attention_config(
@@ -339,11 +359,19 @@ def takes_decode(problem: AttentionProblem) -> bool:
     return rows <= MAX_DECODE_ROWS and not problem.dropout and not problem.mods
 
 
+def _last_tile_is_masked(problem: AttentionProblem) -> bool:
+    """Whether decode masks keys that exist: a bound on the right, of more than one query."""
+    right = problem.causal or problem.window_right is not None
+    return right and problem.seqlen_q > 1
+
+
 def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
     """The split-KV kernel's tile: small, several blocks a multiprocessor, loads far ahead.
 
     First choices by measurement (H200, 2026-11-29, benchmarks/results/h200/attention.jsonl): two
-    long tiles in flight where keys are contiguous, three where pages are gathered.
+    long tiles in flight where keys are contiguous, three where pages are gathered. There the tile
+    of the diagonal stays in the pipelined loop, as a branch: with eight queries 128 x 2k 3.78 ->
+    3.97 TB/s, 32 x 8k 3.97 -> 4.09 (2026-11-30).
     """
     rows = problem.heads // problem.kv_heads * problem.seqlen_q
     block_m = min(MAX_DECODE_ROWS, max(16, next_power_of_2(rows)))
@@ -351,7 +379,8 @@ def decode_tile(problem: AttentionProblem, arch: Arch) -> TileConfig:
     measured = ((128, 2 if problem.page_size is None else 3),) if hopper else ()
     for block_n, stages in (*measured, (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         tma = hopper and (problem.page_size is None or problem.page_size % block_n == 0)
-        tile = _tile(block_m, block_n, 4, stages, tma=tma)
+        branch = problem.page_size is not None and not tma and _last_tile_is_masked(problem)
+        tile = _tile(block_m, block_n, 4, stages, tma=tma, branch=branch)
         room = arch.smem_bytes if (block_n, stages) in measured else arch.smem_bytes // 2
         if smem_bytes(problem, "fwd", tile) <= room:
             return tile
@@ -392,19 +421,35 @@ def decode_config(
 
 
 def candidates(problem: AttentionProblem, arch: Arch, kernel: str) -> Iterator[TileConfig]:
-    """Every valid tile worth timing for a kernel (fwd, dq, dkdv)."""
+    """Every valid tile worth timing for a kernel (fwd, dq, dkdv).
+
+    Left out is what lost everywhere it was measured (H200, docs/log/attention_triton.md): 16-bit
+    tiles by pointers where TMA is to be had, 32 rows at head dims up to 128, eight warps on 64.
+    """
     masked = _mask_kind(problem) != "full"
-    for m, n, warps, stages, use_tma, branch in product(
-        (32, 64, 128) if kernel == "dkdv" else (64, 128),
-        (32, 64, 128),
+    wide = itemsize_bytes(problem.dtype) > 2 or max(block_dims(problem)) > 128
+    sizes = (32, 64, 128) if wide else (64, 128)
+    for m, n, warps, stages, use_tma, branch, held in product(
+        sizes if kernel == "dkdv" else (64, 128),
+        sizes,
         (4, 8),
         (2, 3, 4),
-        (False, True) if _has_tma(arch) else (False,),
+        _loads(problem, arch),
         (False, True) if masked else (False,),
+        (False, True),
     ):
-        tile = _tile(m, n, warps, stages, tma=use_tma, branch=branch)
+        if warps == 8 and not wide and (n if kernel == "dkdv" else m) < 128:
+            continue
+        tile = _tile(m, n, warps, stages, tma=use_tma, branch=branch, held=held)
         if is_valid(problem, arch, kernel, tile) is None:
             yield tile
+
+
+def _loads(problem: AttentionProblem, arch: Arch) -> tuple[bool, ...]:
+    """By TMA or not, as far as a tuner has to ask."""
+    if not _has_tma(arch):
+        return (False,)
+    return (True,) if itemsize_bytes(problem.dtype) == 2 else (False, True)
 
 
 def decode_candidates(problem: AttentionProblem, arch: Arch) -> Iterator[DecodeConfig]:
@@ -416,7 +461,8 @@ def decode_candidates(problem: AttentionProblem, arch: Arch) -> Iterator[DecodeC
     ):
         if use_tma and problem.page_size is not None and problem.page_size % n:
             continue
-        tile = _tile(shipped.tile.block_m, n, warps, stages, tma=use_tma)
+        branch = shipped.tile.branch and not use_tma
+        tile = _tile(shipped.tile.block_m, n, warps, stages, tma=use_tma, branch=branch)
         if is_valid(problem, arch, "decode", tile) is not None:
             continue
         most = min(max(1, -(-problem.seqlen_k // n)), MAX_SPLITS)

@@ -36,7 +36,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as backward_section,
 )
 from ridgeline.kernels.attention.cute_sm90_cached import Cached, cached
-from ridgeline.kernels.attention.cute_sm90_cached_config import forward_key, takes
+from ridgeline.kernels.attention.cute_sm90_cached_config import CachedTraits, forward_key
+from ridgeline.kernels.attention.cute_sm90_choice import forward_kernel
 from ridgeline.kernels.attention.cute_sm90_config import heads_per_section, padded
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 from ridgeline.kernels.attention.problem import (
@@ -347,9 +348,12 @@ def _plan(
     if direction == "fwd":
         shape = (*q.shape[:-1], v.shape[-1])
         lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (*q.shape[0:3:2], q.shape[1])
-        key, last = forward_key(problem, arch), (heads_per_section(problem, arch), arch.num_units)
+        key, last = (
+            forward_kernel(problem, arch),
+            (heads_per_section(problem, arch), arch.num_units),
+        )
         more = None
-        if takes(problem):
+        if isinstance(key[0], CachedTraits):
             more, key, last = cached(q, v, problem, arch, options.num_splits)
         return Plan(
             kernel=library.kernel(*key),

@@ -10,7 +10,6 @@ beyond 128 and softcap have another division of work: cute_sm90_roles_config.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
@@ -80,10 +79,6 @@ class BackwardConfig:
     its rows, or of its columns where block_q is 64."""
     other_registers: int = 88
     """Registers a thread of the warpgroup that computes dQ; the others share the rest."""
-    turn: Literal["after_adds", "after_loads", "next_step"] = "after_adds"
-    """Deterministic: when a block hands its turn at a tile of dQ on. That waits for its additions
-    to arrive; after the next loads were issued, or when the next step's dS has come, it waits less.
-    """
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
@@ -147,8 +142,6 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     narrow = columns < traits.head_dim and columns % 64
     if rows % KEYS or narrow:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
-    if config.turn not in ("after_adds", "after_loads", "next_step"):
-        return f"turn must be after_adds, after_loads or next_step, got {config.turn!r}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
@@ -197,9 +190,9 @@ def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:
 
 def _helped(traits: BackwardTraits) -> bool:
     """Where helpers have measured faster: in turns, and at head dim 128 under a causal mask."""
-    if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128):
+    if traits.head_dim != traits.head_dim_v or traits.head_dim not in (64, 128) or traits.varlen:
         return False
-    causal = traits.has_right and not (traits.has_left or traits.varlen)
+    causal = traits.has_right and not traits.has_left
     return traits.deterministic or (traits.head_dim == 128 and causal)
 
 

@@ -14,6 +14,7 @@ from ridgeline.core.registry import Impl, register
 from ridgeline.kernels.attention import cute_sm90_backward_config, cute_sm90_cached_config
 from ridgeline.kernels.attention.config import attention_config, config_source
 from ridgeline.kernels.attention.cute import cache as cute_cache
+from ridgeline.kernels.attention.cute_sm90_choice import forward_kernel
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 _MODULE = "ridgeline.kernels.attention"
@@ -62,13 +63,13 @@ def _cute_sm90_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 def _cute_sm90_traits(problem: AttentionProblem, arch: Arch) -> Any:
     if problem.direction == "bwd":
         return cute_sm90_backward_config.backward_traits(problem)
-    return cute_sm90_cached_config.forward_key(problem, arch)[0]
+    return forward_kernel(problem, arch)[0]
 
 
 def _cute_sm90_config(problem: AttentionProblem, arch: Arch) -> Any:
     if problem.direction == "bwd":
         return cute_sm90_backward_config.backward_config(problem, arch)
-    return cute_sm90_cached_config.forward_key(problem, arch)[1]
+    return forward_kernel(problem, arch)[1]
 
 
 def _tiled_refuses(problem: AttentionProblem, arch: Arch) -> str | None:

@@ -248,8 +248,12 @@ class BackwardPlan:
         """Everything, in order."""
         queries = tiles_of(self.x, "q", self.config.dq.block_m)
         keys = tiles_of(self.x, "k", self.config.dkdv.block_n)
-        lists = (*queries.made_by, *keys.made_by)
-        found = [*lists, self._rows(queries), self._dkdv(keys), self._dq(queries)]
+        found = [*queries.made_by, *keys.made_by, self._rows(queries)]
+        blocks = self.x.extras.mods is not None and self.x.extras.mods.blocks is not None
+        if self.config.joined and not blocks:
+            found.append(self._joined(keys, queries))
+        else:
+            found += [self._dkdv(keys), self._dq(queries)]
         if self.dbias is not None:
             found.append(self._dbias())
         return found
@@ -329,6 +333,34 @@ class BackwardPlan:
                 self._variant(tile),
             ),
             options=launch_options(tile),
+        )
+
+    def _joined(self, keys: Tiles, queries: Tiles) -> Launch:
+        """dK, dV and dQ in one launch."""
+        x, dkdv, dq = self.x, self.config.dkdv, self.config.dq
+        places, descriptors = self._tensors(dkdv)
+        tiles, group = (keys.grid[0], queries.grid[0]), x.heads // x.kv_heads
+        grid, call_dq = (tiles[0] + group * tiles[1], x.kv_heads, x.batch), None
+        if x.packed_q:
+            grid, call_dq = (sum(tiles), 1, 1), call_of(x, queries)
+        return Launch(
+            kernel=triton_bwd.attention_grads,
+            grid=grid,
+            args=(
+                *places,
+                *descriptors,
+                (self.delta, self.lse_log2),
+                (self.dk, strides_of(self.dk), self.dv, strides_of(self.dv)),
+                (self.dq, strides_of(self.dq)),
+                self.row_strides,
+                call_of(x, keys, "k"),
+                call_dq,
+                tiles,
+                *self.seeds,
+                self._variant(dkdv),
+                self._variant(dq),
+            ),
+            options=launch_options(dkdv),
         )
 
     def _dbias(self) -> Launch:

@@ -8,6 +8,8 @@
   that share it (so the sum over a GQA group stays in registers). Scores are kept transposed: P^T
   and dS^T leave the tensor cores in the very layout in which the products dV and dK read them;
 - `attention_dq`: a program a query tile, over its key tiles;
+- `attention_grads`: the two side by side in one launch, where their tiles agree: a last wave and
+  not two, and a head's tensors read from L2 once;
 - `attention_dbias`: a program a tile of the bias, over the batch and heads it is broadcast to.
 
 Every sum has a fixed order: gradients are bitwise repeatable. Seven products a tile instead of the
@@ -30,6 +32,7 @@ from ridgeline.kernels.attention.triton_common import (
     block_list,
     block_tile,
     dropout_keep,
+    in_registers,
     key_spans,
     load_rows,
     load_tile,
@@ -41,7 +44,7 @@ from ridgeline.kernels.attention.triton_common import (
     visible,
 )
 from ridgeline.kernels.attention.triton_fwd import load_keys
-from ridgeline.kernels.attention.triton_tiles import tile_of
+from ridgeline.kernels.attention.triton_tiles import listed, tile_of
 
 ROW_ALIGN: tl.constexpr = tl.constexpr(128)
 """What the kernels read of rows begins at a multiple of this for each sequence, whole tiles long,
@@ -178,12 +181,10 @@ def _dkdv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seed", "offset"])
-def attention_dkdv(
-    q_x,
-    k_x,
-    v_x,
-    do_x,
+@triton.jit
+def dkdv_tile(
+    which,
+    tensors,
     q_desc,
     k_desc,
     v_desc,
@@ -192,19 +193,16 @@ def attention_dkdv(
     grads_x,
     row_strides,
     c,
-    seed: tl.int64,
-    offset: tl.int64,
+    seeds,
     v: tl.constexpr,
 ):
-    """Grid (key tiles, kv heads, batch) or the list's. *_x are (pointer, strides,
-    flat strides).
-
-    grads_x is (dk, strides, dv, strides).
-    """
+    """dK and dV of a key tile; which is (tile, kv head, sequence), the rest as `attention_dkdv`."""
     BLOCK_N: tl.constexpr = v.block_n
     BLOCK_D: tl.constexpr = v.block_d
     BLOCK_DV: tl.constexpr = v.block_dv
-    tile, g, b = tile_of(c, False)
+    tile, g, b = which
+    q_x, k_x, v_x, do_x = tensors
+    seed, offset = seeds
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     _, _, stored = stored_keys(c, tl.maximum(b, 0))
     n0 = tile * v.block_n
@@ -263,6 +261,35 @@ def attention_dkdv(
         store_rows(dv_ptr, dv_strides[1], n0, stored, dv, v.block_n, v.head_dim_v, v.block_dv)
 
 
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_dkdv(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    rows_x,
+    grads_x,
+    row_strides,
+    c,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+):
+    """Grid (key tiles, kv heads, batch) or the list's. *_x are (pointer, strides, flat strides).
+
+    grads_x is (dk, strides, dv, strides).
+    """
+    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
+    which = tile_of(c, False)
+    dkdv_tile(
+        which, tensors, q_desc, k_desc, v_desc, do_desc, rows_x, grads_x, row_strides, c, seeds, v
+    )
+
+
 @triton.jit
 def _dq_step(dq, queries, kv, rows, place, n, MASKED: tl.constexpr, c, v: tl.constexpr):
     """One key tile of `attention_dq`. MASKED as in `attention_step`."""
@@ -291,12 +318,10 @@ def _dq_step(dq, queries, kv, rows, place, n, MASKED: tl.constexpr, c, v: tl.con
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=v.precision)
 
 
-@triton.jit(do_not_specialize=["seed", "offset"])
-def attention_dq(
-    q_x,
-    k_x,
-    v_x,
-    do_x,
+@triton.jit
+def dq_tile(
+    which,
+    tensors,
     q_desc,
     k_desc,
     v_desc,
@@ -305,16 +330,15 @@ def attention_dq(
     dq_x,
     row_strides,
     c,
-    seed: tl.int64,
-    offset: tl.int64,
+    seeds,
     v: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch) or the list's. *_x are (pointer, strides, flat
-    strides).
-    """
+    """dQ of a query tile; which is (tile, head, sequence), the rest as `attention_dq`."""
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_D: tl.constexpr = v.block_d
-    tile, h, b = tile_of(c, v.right)
+    tile, h, b = which
+    q_x, k_x, v_x, do_x = tensors
+    seed, offset = seeds
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):
@@ -326,6 +350,8 @@ def attention_dq(
         do_at = (do_ptr, row_q, start_q, h)
         q = load_queries(q_x, q_desc, q_at, m0, S, v.head_dim, v.block_d, v)
         do = load_queries(do_x, do_desc, do_at, m0, S, v.head_dim_v, v.block_dv, v)
+        if v.held:
+            q, do = in_registers(q, v.block_d), in_registers(do, v.block_dv)
         k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
         v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
         k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
@@ -362,6 +388,115 @@ def attention_dq(
         dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
         dq = dq * c.scale
         store_rows(dq_ptr, dq_strides[1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
+
+
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_dq(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    rows_x,
+    dq_x,
+    row_strides,
+    c,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+):
+    """Grid (query tiles, heads, batch) or the list's. *_x are (pointer, strides, flat strides)."""
+    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
+    which = tile_of(c, v.right)
+    dq_tile(which, tensors, q_desc, k_desc, v_desc, do_desc, rows_x, dq_x, row_strides, c, seeds, v)
+
+
+@triton.jit(do_not_specialize=["seed", "offset"])
+def attention_grads(
+    q_x,
+    k_x,
+    v_x,
+    do_x,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    rows_x,
+    grads_x,
+    dq_x,
+    row_strides,
+    c,
+    c_dq,
+    tiles,
+    seed: tl.int64,
+    offset: tl.int64,
+    v: tl.constexpr,
+    v_dq: tl.constexpr,
+):
+    """Grid (key tiles + group x query tiles, kv heads, batch), tiles being (key, query tiles); or
+    the list of c and then that of c_dq (None: not packed), tiles[0] being the first one's length.
+
+    The programs of dK and dV, which take longer, come first; without a list those of a head are
+    neighbours. Source: one launch for both is FlexAttention's (PyTorch 2.11,
+    torch/_inductor/kernel/flex).
+    """
+    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
+    place, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if place < tiles[0]:
+        key = (place, g, b)
+        if c.tiles is not None:
+            key = listed(c, place)
+        dkdv_tile(
+            key,
+            tensors,
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            rows_x,
+            grads_x,
+            row_strides,
+            c,
+            seeds,
+            v,
+        )
+    elif c.tiles is not None:
+        dq_tile(
+            listed(c_dq, place - tiles[0]),
+            tensors,
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            rows_x,
+            dq_x,
+            row_strides,
+            c_dq,
+            seeds,
+            v_dq,
+        )
+    else:
+        place -= tiles[0]
+        tile = place // v.group
+        if v.right:  # longest first, as in `tile_of`
+            tile = tiles[1] - 1 - tile
+        dq_tile(
+            (tile, g * v.group + place % v.group, b),
+            tensors,
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            rows_x,
+            dq_x,
+            row_strides,
+            c,
+            seeds,
+            v_dq,
+        )
 
 
 @triton.jit

@@ -115,6 +115,8 @@ class Variant:
     """Every tile of keys lies inside its sequence."""
     direct: bool = False
     """Decode: one split, which writes the results."""
+    held: bool = False
+    """Q (in dQ: and dO) stays in registers (`in_registers`)."""
     mods: Any = None
     """A user's functions (triton_mods.ModCode), None without."""
     blocks: bool = False
@@ -373,6 +375,18 @@ def load_rows(
     if DIM != COLS:
         mask &= (cols < DIM)[None, :]
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def in_registers(x, COLS: tl.constexpr):
+    """x as the result of a product, so that wgmma takes it from registers and not once a step from
+    shared memory, which is as busy as the matrix units (docs/log/attention_triton.md).
+
+    Exact; NaN and inf stay in their row. Triton has no way to ask for a layout.
+    """
+    cols = tl.arange(0, COLS)
+    one = (cols[:, None] == cols[None, :]).to(x.dtype)
+    return tl.dot(x, one).to(x.dtype)
 
 
 @triton.jit

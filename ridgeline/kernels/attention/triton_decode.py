@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.kernels.attention.triton_common import LN2, LOG2E, key_spans, sequence
-from ridgeline.kernels.attention.triton_fwd import attention_step
+from ridgeline.kernels.attention.triton_fwd import attention_step, is_empty
 
 
 @triton.jit
@@ -84,11 +84,17 @@ def attention_split(
         if v.left or c.pad_k is not None:
             for n in tl.range(begin, full_first, v.block_n, num_stages=v.num_stages):
                 acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 1, c, v)
-        for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
-            acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 0, c, v)
+        if v.branch:  # keys that exist, the diagonal among them
+            masked_from = tl.maximum(tl.minimum(stop, T) // v.block_n * v.block_n, full_end)
+            for n in tl.range(full_first, masked_from, v.block_n, num_stages=v.num_stages):
+                acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 3, c, v)
+            full_end = masked_from
+        else:
+            for n in tl.range(full_first, full_end, v.block_n, num_stages=v.num_stages):
+                acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 0, c, v)
         for n in tl.range(full_end, stop, v.block_n, num_stages=1):
             acc, total, m = attention_step((acc, total, m), q, kv, at, span, n, 1, c, v)
-        empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
+        empty = is_empty(total, m) | (i_m >= S)
         total = tl.where(empty, 1.0, total)
         lse = tl.where(empty, float("-inf"), m + tl.log2(total))
         if v.direct:

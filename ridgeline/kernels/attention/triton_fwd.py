@@ -26,6 +26,7 @@ from ridgeline.kernels.attention.triton_common import (
     block_tile,
     dropout_keep,
     existing,
+    in_registers,
     key_spans,
     load_paged_rows,
     load_rows,
@@ -76,20 +77,29 @@ def load_keys(
 
 
 @triton.jit
-def online_softmax(s, m, SAFE: tl.constexpr, c, v: tl.constexpr):
-    """(P, new running maximum, rescale of what was summed before), all in log2 units."""
+def online_softmax(s, m, c, v: tl.constexpr):
+    """(P, new running maximum, rescale of what was summed before), all in log2 units.
+
+    The maximum passes over NaN, the sum does not: a row of NaN alone has the maximum of an empty
+    one, but a sum that is not 0.
+    """
     if v.fold:
         m_new = tl.maximum(m, tl.max(s, 1) * c.scale_log2)
     else:
         m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = m_new
-    if SAFE:
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if v.fold:
         p = tl.exp2(s * c.scale_log2 - m_safe[:, None])
     else:
         p = tl.exp2(s - m_safe[:, None])
     return p, m_new, tl.exp2(m - m_safe)
+
+
+@triton.jit
+def is_empty(total, m):
+    """Rows without a score but -inf, from their sum and maximum. With a sink of -inf and no tile
+    the sum is still 1."""
+    return (total == 0.0) | ((m == float("-inf")) & (total == total))
 
 
 @triton.jit
@@ -104,34 +114,35 @@ def attention_step(
     c,
     v: tl.constexpr,
 ):
-    """One key tile. MASKED: 0 no mask, 1 mask, 2 mask by a branch where the tile needs it."""
+    """One key tile. MASKED: 0 no mask, 1 mask, 2 mask by a branch where the tile needs it, 3 that,
+    and every key exists."""
+    LOADS: tl.constexpr = MASKED % 3
     acc, total, m = state
     k_x, v_x, k_desc, v_desc, k_at, v_at = kv
     b, h, S, T, pad, seed, offset = place
     i_m, full_first, full_end = rows
     k_rows, v_rows = k_at[4], v_at[4]
-    if v.page_size and not (v.tma and MASKED != 1):
-        k_rows = paged_rows(k_x, k_at[4], n, pad, T, MASKED > 0, c, v)
+    if v.page_size and not (v.tma and LOADS != 1):
+        k_rows = paged_rows(k_x, k_at[4], n, pad, T, LOADS > 0, c, v)
         v_rows = k_rows
         if not v.same_rows:
-            v_rows = paged_rows(v_x, v_at[4], n, pad, T, MASKED > 0, c, v)
+            v_rows = paged_rows(v_x, v_at[4], n, pad, T, LOADS > 0, c, v)
     k_at = (k_at[0], k_at[1], k_at[2], k_at[3], k_at[4], k_rows)
     v_at = (v_at[0], v_at[1], v_at[2], v_at[3], v_at[4], v_rows)
-    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, MASKED, v.head_dim, v.block_d, v)
+    k = load_keys(k_x, k_desc, k_at, n, pad, T, c, LOADS, v.head_dim, v.block_d, v)
     qk = tl.dot(q, tl.trans(k), input_precision=v.precision)
     i, j = i_m[:, None], n + tl.arange(0, v.block_n)[None, :]
     s, _, _ = score_log2(qk, i, j, S, T, b, h, c, v)
     if MASKED == 1:
         s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
-    elif MASKED == 2:
+    elif MASKED >= 2:
         if (n < full_first) | (n >= full_end):
             s = tl.where(visible(i, j, S, T, pad, b, h, c, v), s, float("-inf"))
-    SAFE: tl.constexpr = MASKED > 0 or c.bias is not None or v.mods is not None
-    p, m, rescale = online_softmax(s, m, SAFE, c, v)
+    p, m, rescale = online_softmax(s, m, c, v)
     total = total * rescale + tl.sum(p, 1)
     if v.dropout:
         p = tl.where(dropout_keep(i, j, b, h, seed, offset, c), p, 0.0)
-    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, MASKED, v.head_dim_v, v.block_dv, v)
+    values = load_keys(v_x, v_desc, v_at, n, pad, T, c, LOADS, v.head_dim_v, v.block_dv, v)
     acc = acc * rescale[:, None]
     acc = tl.dot(p.to(values.dtype), values, acc, input_precision=v.precision)
     return acc, total, m
@@ -172,6 +183,8 @@ def attention_fwd(
         else:
             base = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
             q = load_rows(base, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
+        if v.held:
+            q = in_registers(q, v.block_d)
         k_ptr, v_ptr, pages = k_x[0], v_x[0], k_x[0]
         k_ptr += g_64 * k_x[1][2]
         v_ptr += g_64 * v_x[1][2]
@@ -215,7 +228,7 @@ def attention_fwd(
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
                     acc, total, m = attention_step((acc, total, m), q, kv, place, rows, n, 1, c, v)
 
-        empty = (total == 0.0) | (m == float("-inf")) | (i_m >= S)
+        empty = is_empty(total, m) | (i_m >= S)
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
         if v.dropout:
             inverse *= c.keep_scale

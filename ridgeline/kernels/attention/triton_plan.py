@@ -406,6 +406,7 @@ def variant_of(x: Inputs, tile: TileConfig, tma: bool, **flags: bool) -> Variant
         mods=code,
         blocks=blocks,
         branch=tile.branch or (code is not None and code.masked),
+        held=tile.held,
         whole_m=whole_m,
         whole_n=whole_n,
         **flags,

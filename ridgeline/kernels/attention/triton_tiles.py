@@ -109,12 +109,17 @@ def tile_of(c, REVERSED: tl.constexpr):
     """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if c.tiles is not None:
-        in_group = c.num_tiles * c.head_group
-        place = tile % in_group
-        h = tile // in_group * c.head_group + place % c.head_group
-        entry = c.tiles + 2 * (place // c.head_group)
-        b = tl.load(entry)
-        tile = tl.load(entry + 1)
+        tile, h, b = listed(c, tile)
     elif REVERSED:  # longest first: the last wave is short ones
         tile = tl.num_programs(0) - 1 - tile
     return tile, h, b
+
+
+@triton.jit
+def listed(c, place):
+    """`tile_of` a place in the list's flat grid."""
+    in_group = c.num_tiles * c.head_group
+    in_head = place % in_group
+    h = place // in_group * c.head_group + in_head % c.head_group
+    entry = c.tiles + 2 * (in_head // c.head_group)
+    return tl.load(entry + 1), h, tl.load(entry)

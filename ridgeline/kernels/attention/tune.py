@@ -2,17 +2,18 @@
 
 Every candidate (config.py) is compiled, run once and compared with the shipped tile's result; those
 that run and agree are timed, the fastest few again and by turns. The shipped tile is kept unless
-another is faster by more than the noise.
+another is faster by more than the noise. Candidates nearest to the shipped tile come first, are
+compiled beside each other and timed as they come, until the time is over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,8 @@ Timer = Callable[[Sequence[Run], int], list[float]]
 """(runs, repetitions) -> median microseconds of each; the runs take turns."""
 
 FINALISTS, FIRST_REPS, FINAL_REPS = 5, 3, 25
+LONGEST_WAIT = 600.0
+"""Seconds for one more tile to compile, whatever the deadline: a process may have died."""
 NOISE = 0.01
 """A tile must beat the shipped one by this share of its time."""
 DIFFERENCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
@@ -68,6 +71,8 @@ class Outcome:
     tried: int
     failed: int
     """Candidates that did not compile, run or agree."""
+    left: int
+    """Candidates that there was no time for."""
 
 
 def problem_inputs(problem: AttentionProblem, device: str) -> Inputs:
@@ -170,13 +175,21 @@ def shipped_config(problem: AttentionProblem, arch: Arch, kernel: str) -> Config
 
 
 def configs_of(problem: AttentionProblem, arch: Arch, kernel: str) -> list[Config]:
-    """The shipped tile, then every other candidate."""
+    """The shipped tile, then every other candidate, those nearest to it first."""
+    shipped = shipped_config(problem, arch, kernel)
     found: Iterator[Config] = (
         decode_candidates(problem, arch)
         if kernel == "decode"
         else candidates(problem, arch, kernel)
     )
-    return list(dict.fromkeys([shipped_config(problem, arch, kernel), *found]))
+    return sorted(dict.fromkeys([shipped, *found]), key=partial(_changes, shipped))
+
+
+def _changes(shipped: Config, config: Config) -> int:
+    """In how many fields a config is another."""
+    if isinstance(shipped, DecodeConfig) and isinstance(config, DecodeConfig):
+        return _changes(shipped.tile, config.tile) + (shipped.num_splits != config.num_splits)
+    return sum(a != b for a, b in zip(astuple(shipped), astuple(config), strict=True))
 
 
 def tune_kernel(
@@ -186,30 +199,34 @@ def tune_kernel(
     timer: Timer,
     *,
     workers: int = 0,
+    seconds: float = float("inf"),
     advance: Advance,
 ) -> Outcome:
-    """Time every candidate of one kernel (fwd, dkdv, dq, decode) on the device at hand.
+    """Time the candidates of one kernel (fwd, dkdv, dq, decode) on the device at hand.
 
-    workers: processes that compile ahead (0: none). `advance` is called once a candidate compiled
-    ahead and once a candidate timed.
+    workers: processes that compile (0: none). seconds: candidates that are not compiled by then
+    are left; the fastest of the others is taken. `advance` is called once a candidate.
     """
-    device = "cpu" if interpreted() else "cuda"
-    found = configs_of(problem, arch, kernel)
-    if workers and not interpreted():
-        compile_ahead(problem, kernel, found, int(arch.name[2:]), workers, advance)
-    bench = Bench(problem, kernel, device)
-    runs: dict[Config, Run] = {}
-    times: dict[Config, float] = {}
-    expected: list[torch.Tensor] | None = None
-    for config in found:
+    deadline = time.monotonic() + seconds
+    shipped, *others = configs_of(problem, arch, kernel)
+    bench = Bench(problem, kernel, "cpu" if interpreted() else "cuda")
+    run = _working(bench, shipped, None, 0.0)
+    assert run is not None
+    runs: dict[Config, Run] = {shipped: run}
+    times = {shipped: timer([run], FIRST_REPS)[0]}
+    expected = [result.clone() for result in bench.results()]
+    advance(note=f"{kernel}: {times[shipped]:.1f} us")
+    tried = 1
+    jobs = partial(_compile, problem, kernel, int(arch.name[2:]))
+    for config in compiled(jobs, others, 0 if interpreted() else workers, deadline):
+        tried += 1
         run = _working(bench, config, expected, DIFFERENCE[problem.dtype])
         if run is not None:
-            if expected is None:
-                expected = [result.clone() for result in bench.results()]
             runs[config] = run
             times[config] = timer([run], FIRST_REPS)[0]
         advance(note=f"{kernel}: {min(times.values()):.1f} us")
-    shipped = found[0]
+    if left := len(others) + 1 - tried:
+        advance(left, note=f"{kernel}: time is over")
     last = sorted(times, key=lambda config: times[config])[:FINALISTS]
     last = [shipped, *(config for config in last if config != shipped)]
     final = dict(zip(last, timer([runs[c] for c in last], FINAL_REPS), strict=True))
@@ -223,8 +240,9 @@ def tune_kernel(
         shipped_us=final[shipped],
         best=best,
         best_us=final[best],
-        tried=len(found),
-        failed=len(found) - len(runs),
+        tried=tried,
+        failed=tried - len(runs),
+        left=left,
     )
 
 
@@ -310,25 +328,32 @@ def _clock(runs: Sequence[Run], repetitions: int) -> list[float]:
     return [statistics.median(mine) for mine in times]
 
 
-def compile_ahead(
-    problem: AttentionProblem,
-    kernel: str,
-    found: Sequence[Config],
-    capability: int,
-    workers: int,
-    advance: Advance,
-) -> None:
-    """Compile candidates in processes of their own, without the GPU; Triton's cache on disk carries
-    them over. What does not compile is found again, and counted, when it is to run."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        jobs = [pool.submit(_compile, problem, kernel, config, capability) for config in found]
-        for job in as_completed(jobs):
-            job.exception()
-            advance(note=f"{kernel}: compiling")
+def compiled(
+    job: Callable[[Config], Config], configs: Sequence[Config], workers: int, deadline: float
+) -> Iterator[Config]:
+    """Configs in the order in which processes of their own, without the GPU, have compiled them,
+    until the deadline (of time.monotonic); without workers as given. Triton's cache on disk carries
+    them over.
+    """
+    if not workers:
+        for config in configs:
+            if time.monotonic() > deadline:
+                return
+            yield config
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:  # left: ended, not awaited
+        done = pool.imap_unordered(job, configs)
+        for _ in configs:
+            wait = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT))
+            try:
+                yield done.next(wait)
+            except multiprocessing.TimeoutError:
+                return
 
 
-def _compile(problem: AttentionProblem, kernel: str, config: Config, capability: int) -> None:
+def _compile(problem: AttentionProblem, kernel: str, capability: int, config: Config) -> Config:
     torch.set_num_threads(1)
-    for launch in Bench(problem, kernel, "cpu").launches(config):
-        compile_for(launch, capability)
+    with contextlib.suppress(Exception):  # it fails again, and is counted, where it is to run
+        for launch in Bench(problem, kernel, "cpu").launches(config):
+            compile_for(launch, capability)
+    return config

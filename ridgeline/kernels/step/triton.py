@@ -8,6 +8,10 @@ Each reads and writes its tensors once; at decode sizes all are bound by their l
 there are three of them and not a dozen. Arithmetic in fp32, rounded where PyTorch's own operations
 round, so that the engine and the trainer agree. Source of fused rotation with cache writes:
 FlashAttention's flash_attn_with_kvcache (semantics).
+
+overlap (Hopper and later): a kernel starts while the previous one of the stream ends and waits for
+it before it reads, and lets the next one start at once: what that reads of its own, a matmul's
+weights, comes meanwhile. Source: as triton_rows.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.kernels.step.triton_rows import norm_linear, row_linear
 
@@ -24,9 +29,26 @@ _PIECE = 1024
 
 
 @triton.jit
+def _start(OVERLAP: tl.constexpr):
+    """Let the next kernel start, and wait for the previous one."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, weight_ptr, y_ptr, C, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    y_ptr,
+    C,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    _start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * C
     cols = tl.arange(0, BLOCK)
     mask = cols < C
@@ -42,7 +64,8 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(both_ptr, y_ptr, F, BLOCK: tl.constexpr):
+def _silu_mul(both_ptr, y_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    _start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
@@ -67,8 +90,10 @@ def _rope_append(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (tokens, H + 2 G); a program holds both halves of a head."""
+    _start(OVERLAP)
     p, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = D // 2
     cols = tl.arange(0, BLOCK)
@@ -94,8 +119,17 @@ def _rope_append(
     tl.store(target + HALF, high, mask=mask)
 
 
+def _launch_options(overlap: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if overlap else {}
+
+
 def add_rms_norm(
-    x_PC: torch.Tensor, delta_PC: torch.Tensor | None, weight_C: torch.Tensor, eps: float
+    x_PC: torch.Tensor,
+    delta_PC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    eps: float,
+    *,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """ref.add_rms_norm; x and delta contiguous."""
     P, C = x_PC.shape
@@ -111,16 +145,20 @@ def add_rms_norm(
         eps,
         HAS_DELTA=delta_PC is not None,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=min(16, max(1, block // 256)),
+        **_launch_options(overlap),
     )
     return y_PC
 
 
-def silu_mul(both_PF: torch.Tensor) -> torch.Tensor:
+def silu_mul(both_PF: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
     """ref.silu_mul; contiguous."""
     P, F = both_PF.shape[0], both_PF.shape[1] // 2
     y_PF = both_PF.new_empty(P, F)
-    _silu_mul[(P, triton.cdiv(F, _PIECE))](both_PF, y_PF, F, BLOCK=_PIECE, num_warps=4)
+    _silu_mul[(P, triton.cdiv(F, _PIECE))](
+        both_PF, y_PF, F, BLOCK=_PIECE, OVERLAP=overlap, num_warps=4, **_launch_options(overlap)
+    )
     return y_PF
 
 
@@ -131,6 +169,8 @@ def rope_append(
     positions_P: torch.Tensor,
     slots_P: torch.Tensor,
     flat: tuple[torch.Tensor, torch.Tensor],
+    *,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """ref.rope_append; the last two dims of qkv contiguous."""
     P, _, D = qkv_PHD.shape
@@ -148,6 +188,8 @@ def rope_append(
         G=G,
         D=D,
         BLOCK=triton.next_power_of_2(D // 2),
+        OVERLAP=overlap,
         num_warps=1,
+        **_launch_options(overlap),
     )
     return q_PHD

@@ -9,6 +9,10 @@ A program has BLOCK_N rows of W and goes along K; x (a few KiB) and the norm are
 every program, from the L2 cache. W's bytes are read once and bound it. Products and sums in fp32,
 each output in one fixed order; rounded where the separate operations round. x' goes to memory of
 its own, as other programs still read x.
+
+A program asks for its first tile of W before it reads x; overlapped (Hopper), also before the
+previous kernel of the stream has ended, which W does not depend on.
+Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +33,17 @@ class RowsConfig:
     block_k: int = 512
     num_warps: int = 4
     num_stages: int = 3
+    overlap: bool = False
+    """Start before the previous kernel of the stream has ended (Hopper and later)."""
 
 
 DEFAULT = RowsConfig()
-CANDIDATES = tuple(
-    RowsConfig(block_n=n, block_k=k, num_warps=w, num_stages=s)
-    for n, k, w in ((4, 1024, 4), (8, 512, 4), (8, 1024, 8), (16, 256, 4), (16, 512, 8))
-    for s in (2, 3, 4)
+CANDIDATES = (
+    DEFAULT,
+    RowsConfig(block_n=4, block_k=4096, num_warps=8, num_stages=1),
+    RowsConfig(block_n=8, block_k=1024, num_warps=8, num_stages=3),
 )
-"""What the benchmark tries; none has been measured here."""
+"""What an engine tries on its own weights when it records a step (engine/graphs.py)."""
 
 
 @triton.jit
@@ -49,12 +56,29 @@ def _read_row(x_ptr, delta_ptr, cols, mask, HAS_DELTA: tl.constexpr):
 
 
 @triton.jit
-def _product(w_ptr, x, rows, cols, row_mask, col_mask, K: tl.constexpr):
-    """fp32 products of a piece of x with a tile of W."""
-    mask = row_mask[:, None] & col_mask[None, :]
+def _read_tile(w_ptr, rows, cols, row_mask, K: tl.constexpr):
+    mask = row_mask[:, None] & (cols < K)[None, :]
     where = rows.to(tl.int64)[:, None] * K + cols[None, :]
-    w = tl.load(w_ptr + where, mask=mask, other=0.0, eviction_policy="evict_first")
-    return w.to(tl.float32) * x[None, :]
+    return tl.load(w_ptr + where, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _read_normed(
+    x_ptr,
+    delta_ptr,
+    norm_ptr,
+    scale,
+    cols,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """A piece of the row that meets W, fp32."""
+    x = _read_row(x_ptr, delta_ptr, cols, cols < K, DELTA).to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+        x = (x * scale * norm).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -76,11 +100,19 @@ def _rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """N: outputs; gated: rows n and N + n of W make output n."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     piece = tl.arange(0, BLOCK_K)
+    if OVERLAP:
+        gdc_launch_dependents()
+    w = _read_tile(w_ptr, rows, piece, row_mask, K)
+    if GATED:
+        w_up = _read_tile(w_ptr, rows + N, piece, row_mask, K)
+    if OVERLAP:
+        gdc_wait()
     scale = 1.0
     if NORM:
         squares = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -92,18 +124,17 @@ def _rows(
             wide = x.to(tl.float32)
             squares += wide * wide
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    total_up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    x = _read_normed(x_ptr, delta_ptr, norm_ptr, scale, piece, K, NORM, HAS_DELTA)
+    total = w.to(tl.float32) * x[None, :]
+    total_up = total
+    if GATED:
+        total_up = w_up.to(tl.float32) * x[None, :]
+    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         cols = start + piece
-        col_mask = cols < K
-        x = _read_row(x_ptr, delta_ptr, cols, col_mask, HAS_DELTA).to(tl.float32)
-        if NORM:
-            norm = tl.load(norm_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-            x = (x * scale * norm).to(x_ptr.dtype.element_ty).to(tl.float32)
-        total += _product(w_ptr, x, rows, cols, row_mask, col_mask, K)
+        x = _read_normed(x_ptr, delta_ptr, norm_ptr, scale, cols, K, NORM, HAS_DELTA)
+        total += _read_tile(w_ptr, rows, cols, row_mask, K).to(tl.float32) * x[None, :]
         if GATED:
-            total_up += _product(w_ptr, x, rows + N, cols, row_mask, col_mask, K)
+            total_up += _read_tile(w_ptr, rows + N, cols, row_mask, K).to(tl.float32) * x[None, :]
     y = tl.sum(total, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
@@ -174,5 +205,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
+        OVERLAP=config.overlap,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if config.overlap else {}),
     )

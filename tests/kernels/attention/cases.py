@@ -302,10 +302,12 @@ def assert_within_rule(
     baseline: torch.Tensor,
     dtype: torch.dtype,
     zero_floor: float = 0.0,
+    more_floor: float = 0.0,
 ) -> None:
     """The numerics rule, in its max and mean forms.
 
-    zero_floor is the floor of a result that is exactly 0: PyTorch then has no error.
+    zero_floor is the floor of a result that is exactly 0: PyTorch then has no error. more_floor is
+    added to the max form's, for an error that PyTorch's order of operations does not make.
     """
     assert got.shape == exact.shape, f"{name}: {tuple(got.shape)} is not {tuple(exact.shape)}"
     if not exact.numel():
@@ -317,7 +319,7 @@ def assert_within_rule(
     error, allowed = (got - exact).abs(), (baseline - exact).abs()
     eps = torch.finfo(dtype).eps
     largest = float(exact.abs().max())
-    floor = 1e-6 + eps * largest + (zero_floor if largest < 1e-9 else 0.0)
+    floor = 1e-6 + eps * largest + (zero_floor if largest < 1e-9 else 0.0) + more_floor
     assert float(error.max()) <= 2 * float(allowed.max()) + floor, (
         f"{name} of {dtype_name(dtype)}: max error {error.max():.2e}, PyTorch's "
         f"{allowed.max():.2e}, floor {floor:.2e}"
@@ -352,6 +354,7 @@ def check_backward(impl: str, case: Case, device: str = "cpu") -> None:
     # where a row sees one key dS = P (dP - rowsum(dO O)) is 0, but O was rounded
     cancelled = float((built.dout * out).abs().sum(-1).max()) if out.numel() else 0.0
     zero_floor = 2 * torch.finfo(out.dtype).eps * cancelled
+    floors = delta_floors(a, cancelled)
     for name in ("dq", "dk", "dv", "dsinks", "dbias"):
         got = getattr(grads, name)
         if name not in exact:
@@ -359,4 +362,24 @@ def check_backward(impl: str, case: Case, device: str = "cpu") -> None:
             continue
         like = {"dsinks": a.sinks, "dbias": a.bias}.get(name, a.q)
         assert got.dtype == like.dtype
-        assert_within_rule(name, got, exact[name], baseline[name], a.q.dtype, zero_floor)
+        more = floors.get(name, 0.0)
+        assert_within_rule(name, got, exact[name], baseline[name], a.q.dtype, zero_floor, more)
+
+
+def delta_floors(a: Arguments, cancelled: float) -> dict[str, float]:
+    """What the rounding of delta makes of an fp32 gradient; cancelled: largest rowsum(|dO O|).
+
+    In dS = P (dP - delta) PyTorch's softmax sums delta from the very dP that it is taken from, so
+    that they cancel exactly where a row sees one key. A flash backward sums it from dO and O, D_v
+    products in another order: at least one rounding of their sum of magnitudes stays, times P,
+    which is 1 there, and reaches dQ times K, dK times Q and dbias as it is. In the interpreter,
+    whose products are plain fp32, dK of batch_idx-plain-float32 errs by 3.02e-6; with the tensor
+    cores' three tf32 products and truncated sums imitated by 3.14e-6; an H200 gave 3.13e-6.
+    16-bit results are rounded more coarsely than that, as PyTorch's are.
+    """
+    if a.q.dtype != torch.float32 or not a.q.numel() or not a.k.numel():
+        return {}
+    error = torch.finfo(torch.float32).eps / 2 * cancelled
+    scale = abs(a.softmax_scale)
+    dq, dk = (error * scale * float(x.abs().max()) for x in (a.k, a.q))
+    return {"dq": dq, "dk": dk, "dbias": error}

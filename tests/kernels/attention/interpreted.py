@@ -42,11 +42,20 @@ def patch_bf16_dot() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def small_tiles(tma: bool, branch: bool) -> None:
-    """Tiles of 16 x 32, so that 37 keys are two and a bit."""
+def hardware_maximum() -> None:
+    """The interpreter's maximum of a number and NaN is NaN, a GPU's is the number."""
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
+
+
+def small_tiles(tma: bool, branch: bool, joined: bool = False) -> None:
+    """Tiles of 16 x 32, so that 37 keys are two and a bit; joined: one launch for all gradients,
+    and Q and dO as operands in registers."""
     one = partial(config.TileConfig, num_warps=1, num_stages=1, tma=tma, branch=branch)
-    kernels.forward_tile = lambda problem, arch: one(block_m=16, block_n=32)
-    both = config.BackwardConfig(dkdv=one(block_m=32, block_n=16), dq=one(block_m=16, block_n=32))
+    rows = one(block_m=16, block_n=32, held=joined)
+    kernels.forward_tile = lambda problem, arch: rows
+    keys = one(block_m=16, block_n=32) if joined else one(block_m=32, block_n=16)
+    both = config.BackwardConfig(dkdv=keys, dq=rows, joined=joined)
     kernels.backward_config = lambda problem, arch: both
 
 
@@ -88,6 +97,7 @@ def grid():
 def main() -> None:
     warnings.simplefilter("ignore")  # the interpreter's exp2 and log2 warn of infinities
     patch_bf16_dot()
+    hardware_maximum()
     small_tiles(tma=False, branch=False)
     without_decode(True)
     for case in grid():
@@ -106,8 +116,11 @@ def main() -> None:
         small_tiles(tma=True, branch=branch)
         case = cases.Case(name=f"tma-{name}-{branch}", **{**even, **more})
         both(replace(case, heads=2, kv_heads=1))
+    joined_gradients()
+    bad_rows("forward")
     user_functions()
     without_decode(False)
+    bad_rows("decode")
     both(cases.Case(name="no queries", causal=True, seqlen_q=0, seqlen_k=5))
     both(cases.Case(name="no sequences", causal=True, batch=0))
     decode = dict(seqlen_q=2, seqlen_k=67, causal=True)
@@ -117,6 +130,45 @@ def main() -> None:
     for name in ("plain", "window", "alibi-batch", "bias-batch", "softcap"):
         case = cases.Case(name=name, **{**decode, **cases.OPTIONS[name]})
         report(f"decode {name}", partial(split_case, few(case), 0))
+    for queries, keys in ((2, 64), (3, 70), (17, 50)):  # the diagonal's tile exists or ends early
+        case = cases.Case(name="", layout="paged", causal=True, seqlen_q=queries, seqlen_k=keys)
+        run = partial(split_case, few(case), 2, branch=True)
+        report(f"decode diagonal {queries}x{keys}", run)
+
+
+def joined_gradients() -> None:
+    """One launch for dK, dV and dQ: shared key/value heads, more queries or keys, packed calls."""
+    for name, branch, more in (
+        ("plain", False, dict(seqlen_q=37, seqlen_k=20, batch=2, dim_v=16)),
+        ("causal", True, dict(seqlen_q=20, seqlen_k=40, heads=4, kv_heads=2)),
+        ("varlen", False, dict(layout="varlen", batch=3, causal=True, seqlen_q=20, seqlen_k=40)),
+        ("varlen-full", True, dict(layout="varlen", batch=4, seqlen_q=40, heads=4)),
+    ):
+        small_tiles(tma=True, branch=branch, joined=True)
+        kind = dict(heads=2, kv_heads=1, dim=32, dim_v=32, dtype="float16", batch=1)
+        options = cases.OPTIONS.get(name, {})
+        both(cases.Case(name=f"joined-{name}", **{**kind, **options, **more}))
+
+
+def bad_rows(kind: str) -> None:
+    """NaN and inf in one query row, of each loop: the row is not finite, the others as before."""
+    for name in ("plain", "causal", "sinks"):
+        for poison in (float("nan"), float("inf")):
+            case = cases.Case(name=name, seqlen_q=7, seqlen_k=67, **cases.OPTIONS[name])
+            report(f"bad row {kind} {name} {poison}", partial(bad_row, few(case), poison))
+
+
+def bad_row(case, poison: float) -> None:
+    a = cases.build(case).arguments
+    clean, clean_lse = kernels.forward(a.q, a.k, a.v, a.options(), a.extras())
+    q = a.q.clone()
+    q[0, 4, 1, 3] = poison
+    out, lse = kernels.forward(q, a.k, a.v, a.options(), a.extras())
+    assert not out[0, 4, 1].isfinite().any(), "the row's result hides it"
+    assert not lse[0, 1, 4].isfinite(), "the row's log-sum-exp hides it"
+    for result, was, row in ((out, clean, out[0, 4, 1]), (lse, clean_lse, lse[0, 1, 4:5])):
+        row.zero_()
+        assert (result != was).sum() <= row.numel(), "other rows have changed"
 
 
 def user_functions() -> None:
@@ -137,8 +189,16 @@ def both(case) -> None:
         report(f"bwd {case.name}", partial(cases.check_backward, "triton", case))
 
 
-def split_case(case, num_splits: int) -> None:
+def with_branch(branch: bool, *args) -> config.DecodeConfig:
+    """The decode config with small tiles, the diagonal's in the unmasked loop or not."""
+    found = config.decode_config(*args)
+    small = {"block_n": 16, "branch": True} if branch else {}
+    return replace(found, tile=replace(found.tile, **small))
+
+
+def split_case(case, num_splits: int, branch: bool = False) -> None:
     """Decode with a number of splits (0: the kernel's own choice)."""
+    kernels.decode_config = partial(with_branch, branch)
     a = replace(cases.build(case).arguments, num_splits=num_splits)
     out, lse = kernels.forward(a.q, a.k, a.v, a.options(), a.extras())
     exact, baseline = cases.expected(case, True), cases.expected(case, False)

@@ -119,6 +119,7 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
         ({}, False),
         ({"causal": True, "window_left": 9}, False),
         ({"causal": True, "varlen": True}, False),
+        ({"deterministic": True, "varlen": True}, False),
         ({"deterministic": True, "window_left": 9}, True),
         ({"head_dim": 64, "head_dim_v": 64, "causal": True}, False),
         ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, True),

@@ -12,6 +12,7 @@ from ridgeline.kernels.attention import cute_sm90_cached_config as cfg
 from ridgeline.kernels.attention import cute_sm90_verified as verified
 from ridgeline.kernels.attention import impls  # noqa: F401  registers
 from ridgeline.kernels.attention.cute import cache
+from ridgeline.kernels.attention.cute_sm90_choice import forward_kernel
 from ridgeline.kernels.attention.cute_sm90_config import (
     consumer_registers,
     forward_config,
@@ -179,3 +180,19 @@ def test_names_tell_kernels_apart() -> None:
         names.add(cache.kernel_name(*key))
     names.add(cache.kernel_name(forward_traits(PREFILL), forward_config(PREFILL, H200)))
     assert len(names) == len(changes) + 1
+
+
+@pytest.mark.usefixtures("unverified")
+def test_without_its_kernel_dense_calls_keep_the_other(monkeypatch) -> None:
+    dense = replace(DECODE, seqused=False, kv_cache=False)
+    plain = forward_traits(dense), forward_config(dense, H200)
+    here = replace(H200, pretended=False)
+    monkeypatch.setattr(
+        cache,
+        "why_missing",
+        lambda traits, c: "no" if isinstance(traits, cfg.CachedTraits) else None,
+    )
+    assert forward_kernel(dense, here) == plain
+    assert isinstance(forward_kernel(DECODE, here)[0], cfg.CachedTraits)  # the other cannot
+    monkeypatch.setattr(cache, "why_missing", lambda traits, config: None)
+    assert isinstance(forward_kernel(dense, here)[0], cfg.CachedTraits)

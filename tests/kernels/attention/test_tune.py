@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +63,33 @@ def test_the_shipped_tile_is_the_first_candidate():
 def test_candidates_compile_without_a_gpu(name):
     problem = replace(BASE, **OPTIONS[name])
     kernel = config.kernels_of(problem)[-1]
-    tune._compile(problem, kernel, tune.configs_of(problem, pretend("sm90"), kernel)[1], 90)
+    tune._compile(problem, kernel, 90, tune.configs_of(problem, pretend("sm90"), kernel)[1])
+
+
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 80), ("float32", 130)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_candidates_are_few_and_the_nearest_come_first(dim, dtype, most):
+    for direction in ("fwd", "bwd"):
+        problem = replace(BASE, head_dim=dim, head_dim_v=dim, dtype=dtype, direction=direction)
+        for kernel in config.kernels_of(replace(problem, seqlen_q=4096)):
+            found = tune.configs_of(problem, pretend("sm90"), kernel)
+            changes = [tune._changes(found[0], other) for other in found]
+            assert len(found) <= most, (kernel, len(found))
+            assert changes == sorted(changes) and changes.count(0) == 1
+
+
+def _sleeps(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_compiling_ends_with_the_time():
+    """What is not compiled by then is left, its process ended: this one sleeps for an hour."""
+    began = time.monotonic()
+    assert list(tune.compiled(_sleeps, [0.0], 1, began + 3600)) == [0.0]
+    assert list(tune.compiled(_sleeps, [3600.0], 1, time.monotonic() + 1)) == []
+    assert time.monotonic() < began + 1800
+    assert list(tune.compiled(_sleeps, [3600.0], 0, began - 1)) == []
 
 
 BACKWARD = """
@@ -112,16 +139,19 @@ def test_backward_tiles_that_write_nothing_are_not_taken():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["plain", "varlen", "paged", "backward"])
-def test_gpu_tuning_finds_no_slower_tile(name):
+def test_gpu_tuning_finds_no_slower_tile(name, monkeypatch):
+    """The shipped tile and the two nearest to it: some ten seconds of compiling."""
+    every = tune.configs_of
+    monkeypatch.setattr(tune, "configs_of", lambda *args: every(*args)[:3])
     problem = replace(BASE, **{"seqlen_k": 1024, **OPTIONS[name], "dtype": "bfloat16"})
     arch = detect("cuda")
     for kernel in config.kernels_of(problem):
         steps = []
         outcome = tune.tune_kernel(
-            problem, arch, kernel, tune.device_timer(arch), workers=2,
-            advance=lambda amount=1, *, note="": steps.append(note),  # noqa: B023
+            problem, arch, kernel, tune.device_timer(arch), workers=2, seconds=40.0,
+            advance=lambda amount=1, *, note="": steps.append(amount),  # noqa: B023
         )  # fmt: skip
-        assert len(steps) == 2 * outcome.tried
+        assert sum(steps) == outcome.tried + outcome.left == 3
         assert 0 < outcome.best_us <= outcome.shipped_us
         assert outcome.failed < outcome.tried
         x = tune.problem_inputs(problem, "cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_interpreted.py, or on a GPU", allow_module_level=True)
 
-from ridgeline.kernels.step import ref, triton
+from ridgeline.kernels.step import ref, triton, triton_rows
+from ridgeline.kernels.step.op import overlapped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = (96, 1100), (1100, 48)
 
 
 def agree(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -90,3 +93,39 @@ def test_norm_linear(N, K, has_delta, gated, dtype):
     agree(kept, want_kept)
     torch.testing.assert_close(y, want_y, atol=2e-5 if dtype == torch.float32 else 0.06, rtol=0.02)
     assert torch.equal(x, before)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+OVERLAPS = [False, pytest.param(True, marks=pytest.mark.skipif(not HOPPER, reason="a Hopper GPU"))]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("config", triton_rows.CANDIDATES)
+def test_a_chain_in_every_config(config, overlap):
+    """Norm, linear and linear, each on what the last one wrote, several times over."""
+    config = replace(config, overlap=overlap)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.randn(1, 1100, dtype=dtype, device=DEVICE)
+    norm = torch.rand(1100, dtype=dtype, device=DEVICE)
+    up, down = (torch.randn(n, k, dtype=dtype, device=DEVICE) / k**0.5 for n, k in SIZES)
+    mine, plain, delta, want = x, x, None, None
+    for _ in range(3 if DEVICE == "cpu" else 20):
+        mine, y = triton.norm_linear(mine, delta, norm, 1e-5, up, gated=True, config=config)
+        delta = triton.row_linear(y, down, config=config)
+        plain, y = ref.norm_linear(plain, want, norm, 1e-5, up, gated=True)
+        want = ref.row_linear(y, down)
+    gap = (mine - plain).float().abs().max() / plain.float().abs().max()
+    assert gap < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.skipif(not HOPPER, reason="a Hopper GPU")
+def test_overlapped_is_the_same():
+    x, delta = torch.randn(2, 4, 4096, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.rand(4096, dtype=torch.bfloat16, device=DEVICE)
+    mine, plain = x.clone(), x.clone()
+    for _ in range(20):
+        y = overlapped().add_rms_norm(mine, delta, weight, 1e-5)
+        z = overlapped().silu_mul(y)
+        want = triton.add_rms_norm(plain, delta, weight, 1e-5)
+    assert torch.equal(y, want) and torch.equal(z, triton.silu_mul(want))
+    assert torch.equal(mine, plain)

@@ -48,7 +48,6 @@ class Queries:
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.products = Products(traits, config)
-        self.late_turn = traits.deterministic and config.turn == "next_step"
 
     @cute.jit
     def serve(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
@@ -68,9 +67,6 @@ class Queries:
         for step in cutlass.range(num_steps, unroll=1):
             shared.ds_ring.wait_full(step)
             stage = shared.ds_ring.stage(step)
-            if cutlass.const_expr(self.late_turn):
-                if step > 0:
-                    self._pass_turn(tensors, work, step - 1)
             if cutlass.const_expr(not helpers):
                 self._await_turn(tensors, scalars, work, step)
             for i in cutlass.range_constexpr(self.config.dq_parts):
@@ -85,17 +81,11 @@ class Queries:
                 if cutlass.const_expr(ordered):
                     self._tell_added(shared, step)
             else:
-                if cutlass.const_expr(self.config.turn == "after_adds"):
-                    self._pass_turn(tensors, work, step)
+                self._pass_turn(tensors, work, step)
                 # Only now, when no accumulator is alive: it takes the registers of one.
                 if warp_index == 0:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
-            if cutlass.const_expr(self.config.turn == "after_loads"):
-                self._pass_turn(tensors, work, step)
-        if cutlass.const_expr(self.late_turn):
-            if num_steps > 0:
-                self._pass_turn(tensors, work, num_steps - 1)
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
