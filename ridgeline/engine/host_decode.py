@@ -24,11 +24,10 @@ from ridgeline.engine.weights import Dense, Linear, Packed, Weights
 from ridgeline.kernels.attention.cpu import decode_one
 from ridgeline.kernels.w4a16.cpu import bags_of, has_fast_bf16
 from ridgeline.kernels.w4a16.cpu import forward as packed_forward
-from ridgeline.kernels.w4a16.cpu_bags import has_bags, row_function
+from ridgeline.kernels.w4a16.cpu_bags import Scratch, has_bags, row_function
 from ridgeline.kernels.w4a16.prepared import Prepared
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-Scratch = dict[tuple[int, int], torch.Tensor]
 
 
 class HostDecoder:
