@@ -55,6 +55,13 @@ def _keys_end_inside(problem: AttentionProblem) -> bool:
     return _narrow_backward(problem) and not masked and problem.seqlen_k % 128 > 0
 
 
+def _turns_in_a_window(problem: AttentionProblem) -> bool:
+    """Their kernels to head dim 96 have only been compiled; that of 128 has run."""
+    if not _narrow_backward(problem) or not problem.deterministic:
+        return False
+    return problem.window_left is not None and max(problem.head_dim, problem.head_dim_v) <= 96
+
+
 FEATURES = (
     Feature(
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
@@ -86,6 +93,11 @@ FEATURES = (
         what="backward to head dim 128, deterministic",
         uses=lambda p: _narrow_backward(p) and p.deterministic,
         run=f"{_PUBLIC}; {_HELPERS}",
+    ),
+    Feature(
+        what="backward to head dim 96, deterministic with a window",
+        uses=_turns_in_a_window,
+        run=None,
     ),
     Feature(
         what="backward to head dim 128, without causality, keys no multiple of 128",

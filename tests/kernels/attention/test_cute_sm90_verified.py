@@ -23,6 +23,7 @@ UNVERIFIED = [
     replace(BACKWARD, head_dim=192),
     replace(BACKWARD, softcap=30.0),
     replace(BACKWARD, head_dim=256, head_dim_v=256, deterministic=True),
+    replace(BACKWARD, head_dim=64, head_dim_v=64, causal=True, window_left=9, deterministic=True),
 ]
 
 
@@ -34,6 +35,8 @@ UNVERIFIED = [
         BACKWARD,
         replace(BACKWARD, causal=True, deterministic=True),
         replace(BACKWARD, varlen=True, window_left=5),
+        replace(BACKWARD, causal=True, window_left=5, deterministic=True),
+        replace(BACKWARD, head_dim=64, head_dim_v=64, causal=True, deterministic=True),
     ],
 )
 def test_what_has_run_is_taken(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> None:
