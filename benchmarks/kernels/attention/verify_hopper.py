@@ -4,9 +4,10 @@
 
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
 first: narrow (what runs by default), turn (deterministic variants), single and pair (backward by
-roles: one block of threads, two), softcap, deterministic, far (scores far below zero), repeats,
-tune (times variants; prints, writes nothing); those of the forward over caches are in
-verify_hopper_cached.py. Every gradient is compared with the fp64 reference:
+roles: one block of threads, two), softcap, deterministic, turned_windows (deterministic windows),
+far (scores far below zero), repeats, tune (times variants; prints, writes nothing), host
+(microseconds of the host a call, and where they go; prints); those of the forward over caches are
+in verify_hopper_cached.py. Every gradient is compared with the fp64 reference:
 error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or missing (a
 kernel that is not in the cache of a machine without the DSL); the last line is JSON.
 """
@@ -18,7 +19,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import bench_attention_hopper as bench
@@ -26,7 +27,7 @@ import torch
 import verify_hopper_cached as cached
 
 from ridgeline.core.errors import UserError
-from ridgeline.kernels.attention import cute_sm90, ref
+from ridgeline.kernels.attention import cute_sm90, flash_attn_func, ref
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
@@ -183,6 +184,17 @@ def group_deterministic() -> None:
     grid(WIDE, [Variant()], True)
 
 
+def group_turned_windows() -> None:
+    """Deterministic windows, of two lengths, and that repeats are bitwise equal."""
+    dims = [(64, 64), (96, 96), (32, 32), (96, 64), (128, 128)]
+    for dim, shape, left in itertools.product(dims, SHAPES, (100, 17)):
+        options = replace(masks(dim)[2], window_left=left, deterministic=True)
+        check(f"{dim} {shape} window {left} deterministic", Variant(), leaves(shape, dim), options)
+    for dim in dims:
+        options = replace(masks(dim)[2], deterministic=True)
+        bitwise(f"{dim} window deterministic", leaves((1100, 1100, 8, 8), dim), options, 200)
+
+
 def group_far() -> None:
     """All scores near -200: P of keys behind the sequence must not overflow into dQ."""
     for dim in (256, 128):
@@ -195,25 +207,30 @@ def group_repeats(dims: list[tuple[int, int]] | None = None, count: int = 1000) 
     """O, dK, dV always; dQ in deterministic mode."""
     for dim in dims or [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]:
         for causal, deterministic in itertools.product((False, True), repeat=2):
-            name = f"{count} repeats {dim} causal {causal} deterministic {deterministic}"
-            qkv = leaves((1100, 1100, 8, 8), dim)
             options = replace(masks(dim)[0], causal=causal, deterministic=deterministic)
-            try:
-                out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
-                tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
-                first = cute_sm90.backward(*tensors)
-            except UserError:
-                say("missing", name)
-                continue
-            differ = torch.zeros(4, dtype=torch.long, device="cuda")
-            for _ in range(count):
-                again, _ = cute_sm90.forward(*qkv, options, AttentionExtras())
-                grads = cute_sm90.backward(*tensors)
-                pairs = ((again, out), (grads.dk, first.dk), (grads.dv, first.dv))
-                pairs = (*pairs, (grads.dq, first.dq if deterministic else grads.dq))
-                differ += torch.stack([(a != b).any().long() for a, b in pairs])
-            found = differ.tolist()
-            say("ok" if not any(found) else "BAD", f"{name}: calls that differ {found}")
+            what = f"{dim} causal {causal} deterministic {deterministic}"
+            bitwise(what, leaves((1100, 1100, 8, 8), dim), options, count)
+
+
+def bitwise(what: str, qkv: list[torch.Tensor], options: AttentionOptions, count: int) -> None:
+    """Repeats of one call give the same bits: O, dK, dV, and deterministic, dQ."""
+    name = f"{count} repeats {what}"
+    try:
+        out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
+        tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
+        first = cute_sm90.backward(*tensors)
+    except UserError:
+        say("missing", name)
+        return
+    differ = torch.zeros(4, dtype=torch.long, device="cuda")
+    for _ in range(count):
+        again, _ = cute_sm90.forward(*qkv, options, AttentionExtras())
+        grads = cute_sm90.backward(*tensors)
+        pairs = ((again, out), (grads.dk, first.dk), (grads.dv, first.dv))
+        pairs = (*pairs, (grads.dq, first.dq if options.deterministic else grads.dq))
+        differ += torch.stack([(a != b).any().long() for a, b in pairs])
+    found = differ.tolist()
+    say("ok" if not any(found) else "BAD", f"{name}: calls that differ {found}")
 
 
 def group_tune() -> None:
@@ -271,18 +288,59 @@ def host_time() -> None:
     options = masks((128, 128))[1]
     out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
     tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
-    for name, run in (
-        ("forward", lambda: cute_sm90.forward(*qkv, options, AttentionExtras())),
-        ("backward", lambda: cute_sm90.backward(*tensors)),
-    ):
-        found = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                run()
-            found.append((time.perf_counter() - start) / 20 * 1e6)
-        print(f"host {name}: {sorted(found)[len(found) // 2]:.1f} us a call", flush=True)
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+
+    def trained() -> None:
+        flash_attn_func(q, k, v, causal=True).backward(tensors[0])
+
+    runs = {
+        "forward": lambda: cute_sm90.forward(*qkv, options, AttentionExtras()),
+        "backward": lambda: cute_sm90.backward(*tensors),
+        "flash_attn_func": lambda: flash_attn_func(*qkv, causal=True),
+        "flash_attn_func and its gradients": trained,
+        "empty_like": lambda: torch.empty_like(out),
+        "plan of a forward": lambda: cute_sm90._planned("fwd", qkv, options, AttentionExtras()),
+    }
+    for kind in ("fwd", "bwd"):
+        runs |= launches_of(kind, runs["forward" if kind == "fwd" else "backward"])
+    for name, run in runs.items():
+        try:
+            print(f"host {name}: {host_us(run):.1f} us a call", flush=True)
+        except UserError as error:
+            print(f"host {name}: {error}", flush=True)
+
+
+def launches_of(kind: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """What a call hands to its kernel, launched again and again: the way through the driver."""
+    seen: list[tuple] = []
+    launch = cute_sm90._launch
+    cute_sm90._launch = lambda *given: seen.append(given)
+    try:
+        run()
+    finally:
+        cute_sm90._launch = launch
+    plan, stream, arguments = seen[0]
+    return {
+        f"launch of a {kind}": lambda: launch(plan, stream, arguments),
+        f"kernel of a {kind}": lambda: plan.kernel(*arguments),
+    }
+
+
+def host_us(run: Callable[[], object], count: int = 20) -> float:
+    """Median over turns of calls that the GPU does not hold up."""
+    run()
+    found = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        found.append((time.perf_counter() - start) / count * 1e6)
+    return sorted(found)[len(found) // 2]
+
+
+def group_host() -> None:
+    host_time()
 
 
 def main() -> None:
