@@ -62,6 +62,7 @@ def _decide(
     chosen = registry.select(problem, arch, impl)
     if impl in (None, "auto") and override is None:
         registry.warn_fallback(chosen, arch, "nothing faster accepts the problem")
+        registry.warn_lacking(problem, arch, chosen)
     return registry.load(chosen)
 
 
