@@ -297,9 +297,9 @@ class _Staged:
         self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         staged = []
         for each in operations:
-            host = each.tensor.cpu()
+            host = each.tensor.detach().to("cpu", copy=True)
             if each.op is dist.irecv:
-                self._coming.append((each.tensor, host))
+                self._coming.append((each.tensor.detach(), host))
             staged.append(dist.P2POp(each.op, host, each.peer, each.group, each.tag))
         self._works = _Staged.real(staged)
 
