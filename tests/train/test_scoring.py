@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,7 +30,12 @@ TEXT = [(31 * i * i + 7 * i) % 211 for i in range(41)]
 
 @pytest.fixture
 def model():
-    return Decoder(SHAPE, seed=1, dtype=torch.bfloat16).eval().requires_grad_(False)
+    return made(SHAPE, "cpu")
+
+
+def made(shape: DecoderConfig, device: str) -> Decoder:
+    model = Decoder(shape, seed=1, dtype=torch.bfloat16, device=device)
+    return model.eval().requires_grad_(False)
 
 
 def engines(llm: LLM, chunk: int) -> torch.Tensor:
@@ -37,14 +44,14 @@ def engines(llm: LLM, chunk: int) -> torch.Tensor:
     for start in range(0, len(TEXT) - 1, chunk):
         ids = TEXT[start : min(start + chunk, len(TEXT) - 1)]
         rows = list(range(len(ids)))
-        span = Span(0, len(ids), list(range(4)), start + len(ids))
+        pages = list(range(-(-64 // llm.runner.cache.page_tokens)))
+        span = Span(0, len(ids), pages, start + len(ids))
         found = llm.runner.run(StepBatch(ids, [span], int(len(ids) == 1), rows, wide_rows=rows))
         assert isinstance(found, torch.Tensor) and found.dtype == torch.float32
         logits.append(found)
     wide = torch.cat(logits)
-    return (wide - wide.logsumexp(-1, keepdim=True)).gather(-1, torch.tensor(TEXT[1:])[:, None])[
-        :, 0
-    ]
+    wanted = torch.tensor(TEXT[1:], device=wide.device)[:, None]
+    return (wide - wide.logsumexp(-1, keepdim=True)).gather(-1, wanted)[:, 0]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 40])
@@ -52,6 +59,18 @@ def test_the_engine_says_the_same_however_it_came_by_its_tokens(model, chunk):
     own = log_probabilities(model, TEXT, batch_invariant=True, max_len=64)
     llm = LLM(model, EngineConfig(max_model_len=64, max_num_seqs=2, batch_invariant=True))
     torch.testing.assert_close(engines(llm, chunk), own, rtol=0, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_so_it_is_on_a_gpu(chunk):
+    wide = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 640, "init_std": 0.1}
+    model = made(replace(SHAPE, **wide), "cuda")
+    own = log_probabilities(model, TEXT, batch_invariant=True, max_len=64)
+    llm = LLM(model, EngineConfig(max_model_len=64, max_num_seqs=2, batch_invariant=True))
+    torch.testing.assert_close(engines(llm, chunk), own, rtol=0, atol=1e-5)
+    half = log_probabilities(model, TEXT[:20], batch_invariant=True, max_len=64)
+    torch.testing.assert_close(half, own[:19], rtol=0, atol=0)
 
 
 def test_company_changes_nothing(model):
