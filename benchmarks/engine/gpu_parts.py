@@ -150,7 +150,7 @@ class _Bench:
         values |= {"graph_ms": _graph_ms(llm), "matmul": _kernel_of(self.weights(kind))}
         if llm.runner.graphs is not None:
             graphs = llm.runner.graphs
-            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.items()}}
+            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.get(1, {}).items()}}
             values |= {"refused": graphs.refused, "tiles": _tiles(llm)}
             values |= {"started_ahead": graphs.started_ahead, "used_ahead": graphs.used_ahead}
         return self.row("ridgeline", kind, values)
