@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHOOSERS = 64
-"""Programs a row."""
+"""Programs a row at most."""
+LEAST_PIECE = 1024
 
 
 @triton.jit
@@ -121,10 +122,11 @@ def choose(
     tokens a step, ..) gets its token and is moved on."""
     R, V = logits_RV.shape
     tokens_R = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
-    piece = triton.cdiv(V, CHOOSERS)
-    _choose[(CHOOSERS, R)](
+    pieces = min(CHOOSERS, triton.next_power_of_2(triton.cdiv(V, LEAST_PIECE)))
+    piece = triton.cdiv(V, pieces)
+    _choose[(pieces, R)](
         logits_RV, numbers_RN, tokens_R, *scratch, V, logits_RV.stride(0), numbers_RN.stride(0),
-        PIECES=CHOOSERS, PIECE=piece, BLOCK=min(1024, triton.next_power_of_2(piece)),
+        PIECES=pieces, PIECE=piece, BLOCK=min(1024, triton.next_power_of_2(piece)),
         OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return tokens_R

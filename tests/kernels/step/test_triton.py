@@ -14,6 +14,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from ridgeline.kernels.step import ref, triton, triton_attend, triton_ends, triton_rows
 from ridgeline.kernels.step.op import overlapped
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (96, 1100), (1100, 48)
 
