@@ -44,9 +44,10 @@ from ridgeline.train.presets import preset
 
 PARTS = ("decode", "load", "peer", "agreement")
 KINDS = ("bf16", "w4a16")
-PEERS = ("ridgeline_flash", "sdpa")
+PEERS = ("ridgeline_flash2", "ridgeline_flash", "sdpa")
 """Attention of Transformers' continuous batching: this package's kernels behind its FlashAttention
-wrapper, and what it takes by itself where no FlashAttention is installed."""
+wrapper (with a 2 in the name it reads decode steps' keys in their pages, as it would with
+FlashAttention 2 or 3), and what it takes by itself where no FlashAttention is installed."""
 STEP_TOKENS = 8192
 """Of our engine under load: prompts of all requests wait, so few large steps are best. The default
 (2048) is for clients that read along."""
@@ -188,12 +189,13 @@ class _Bench:
         import transformers
 
         args = self.args
-        if attention == "ridgeline_flash":
+        if attention in hf.PACKAGE_NAMES:
             hf.enable()
         model = throughput.transformers_model(self.shape, self.device, torch.bfloat16, attention)
         run, used = throughput.theirs(model, self.load, args.peer_limit_s)
         values = {**run.values(), "load": self.load.described()}
-        values |= {"matmul": "cublas", "attention": used, "limit_s": args.peer_limit_s}
+        values |= {"matmul": "cublas", **used, "limit_s": args.peer_limit_s}
+        print(used, flush=True)
         impl = f"transformers {transformers.__version__} continuous batching"
         return _of_many(self.row(f"{impl}, {attention}", "bf16", values))
 
