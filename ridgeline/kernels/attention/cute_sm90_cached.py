@@ -57,7 +57,7 @@ class Cached:
             part_lse,
             extras.sinks_H,
             extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
+            extras.cu_seqlens_k if pages is None else None,  # of pages, used_k has them
             used_q,
             used_k,
             None if extras.leftpad_k is None else extras.leftpad_k.contiguous(),

@@ -131,7 +131,7 @@ def _cached_tensors(traits: CachedTraits) -> list[Any]:
         part_lse,
         x.vector(Float32, x.h, traits.sinks),
         x.vector(Int32, x.entries, traits.varlen),
-        x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, x.entries, traits.varlen and not traits.page_rows),
         x.vector(Int32, cute.sym_int32(), traits.seqused),
         x.vector(Int32, cute.sym_int32(), traits.seqused),
         x.vector(Int32, cute.sym_int32(), traits.leftpad),
