@@ -79,6 +79,12 @@ class BackwardConfig:
     its rows, or of its columns where block_q is 64."""
     other_registers: int = 88
     """Registers a thread of the warpgroup that computes dQ; the others share the rest."""
+    turned_sections: int = 0
+    """Deterministic and causal: sections of heads, the last ones, whose blocks start with the first
+    keys (the longest) and walk the queries from the last to the first."""
+    pass_unseen: bool = False
+    """A key warpgroup lets the first and last blocks of queries go by that see only the other's
+    keys."""
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
@@ -144,6 +150,8 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
+    if config.pass_unseen and config.turned_sections:
+        return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
     for have, need in zip(registers(config), accumulator_registers(config, traits), strict=True):

@@ -57,6 +57,9 @@ class ForwardConfig:
     """Consumer warpgroups, 1 to 3."""
     stages: int = 2
     """Blocks of K, and of V, in flight; a power of two."""
+    q_stages: int = 1
+    """Tiles of Q in flight, 1 or 2: with 2, the next tile's Q and first K and V come in while the
+    last blocks of this one are worked on."""
     ping_pong: bool = True
     """Warpgroups take turns at the tensor cores."""
     lazy_log2: float = 8.0
@@ -76,7 +79,7 @@ def shared_memory_bytes(config: ForwardConfig, traits: ForwardTraits) -> int:
     """Shared memory of a block of threads."""
     size = itemsize_bytes(traits.dtype)
     rows = rows_per_block(config)
-    q = rows * traits.head_dim
+    q = config.q_stages * rows * traits.head_dim
     o = 0 if config.output_reuses_q else rows * traits.head_dim_v
     kv = config.stages * config.block_k * (traits.head_dim + traits.head_dim_v)
     return BARRIER_BYTES + size * (q + o + kv)
@@ -105,6 +108,10 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return f"block_k must be a multiple of 16 in 16..256, got {config.block_k}"
     if config.stages < 1 or config.stages & (config.stages - 1):
         return f"stages must be a power of two, got {config.stages}"
+    if config.q_stages not in (1, 2):
+        return f"q_stages must be 1 or 2, got {config.q_stages}"
+    if config.output_reuses_q and config.q_stages > 1:
+        return "output_reuses_q needs q_stages 1"
     if traits.head_dim % 32 or traits.head_dim_v % 32:
         return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
     if config.output_reuses_q and traits.head_dim_v > traits.head_dim:

@@ -39,6 +39,9 @@ class RolesConfig:
     dq_registers: int = 72
     """Registers a thread of the warpgroup that computes dQ."""
     load_registers: int = 24
+    lookahead: bool = False
+    """S^T and dP^T of the next step run under this one's exponentials and dS, in an accumulator of
+    their own."""
 
     @property
     def num_warpgroups(self) -> int:
@@ -80,10 +83,15 @@ def registers(config: RolesConfig) -> tuple[int, int, int]:
     return config.dq_registers, config.load_registers, min(240, rest // 2 // 8 * 8)
 
 
-def accumulator_registers(traits: BackwardTraits) -> int:
-    """Registers a thread of a warpgroup with sums: a score tile, P or dS in 16 bits, dK or dV."""
+def accumulator_registers(config: RolesConfig, traits: BackwardTraits) -> int:
+    """Registers a thread of a warpgroup with sums: a score tile or two, P or dS in 16 bits, dK or
+    dV."""
     scores = ROWS * ROWS // 128
-    return scores + scores // 2 + ROWS * max(traits.head_dim, traits.head_dim_v) // 128
+    return (
+        scores * (2 if config.lookahead else 1)
+        + scores // 2
+        + ROWS * max(traits.head_dim, traits.head_dim_v) // 128
+    )
 
 
 def why_invalid(config: RolesConfig, traits: BackwardTraits) -> str | None:
@@ -104,7 +112,7 @@ def why_invalid(config: RolesConfig, traits: BackwardTraits) -> str | None:
         return "registers must be multiples of 8"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
-    have, need = registers(config)[2], accumulator_registers(traits) + MARGIN_REGISTERS
+    have, need = registers(config)[2], accumulator_registers(config, traits) + MARGIN_REGISTERS
     if need > have:
         return f"needs about {need} registers a thread, has {have}"
     return None

@@ -109,8 +109,10 @@ class Block:
 
 
 class Simulation:
-    def __init__(self, ranks: int, num_steps: int, stages: int = 2, do_stages: int = 1):
-        self.ranks, self.num_steps = ranks, num_steps
+    def __init__(
+        self, ranks: int, num_steps: int, stages: int = 2, do_stages: int = 1, ahead: bool = False
+    ):
+        self.ranks, self.num_steps, self.ahead = ranks, num_steps, ahead
         self.blocks = [Block(ranks, stages, do_stages) for _ in range(ranks)]
         self.waits: dict[str, Callable[[], bool]] = {}
         self.running: dict[str, Step] = {}
@@ -184,6 +186,10 @@ class Simulation:
             yield self.done(self.product((block.q[0], 0)))
         for step in range(n):
             stage = block.q_ring.stage(step)
+            score = None
+            if self.ahead and step + 1 < n:
+                yield block.q_ring.wait_full(step + 1)
+                score = self.product((block.q[block.q_ring.stage(step + 1)], step + 1))
             yield block.p_ring.wait_empty(step)
             block.statistics[stage].begin(step)
             yield lambda: True
@@ -193,8 +199,7 @@ class Simulation:
             self.release("q_ring", step)
             yield block.do_ring.wait_full(step)
             dv = self.product((block.do[block.do_ring.stage(step)], step))
-            score = None
-            if step + 1 < n:
+            if not self.ahead and step + 1 < n:
                 yield block.q_ring.wait_full(step + 1)
                 score = self.product((block.q[block.q_ring.stage(step + 1)], step + 1))
             yield self.done(dv)
@@ -211,6 +216,10 @@ class Simulation:
             yield self.done(self.product((block.do[0], 0)))
             self.release("do_ring", 0)
         for step in range(n):
+            dp = None
+            if self.ahead and step + 1 < n:
+                yield block.do_ring.wait_full(step + 1)
+                dp = self.product((block.do[block.do_ring.stage(step + 1)], step + 1))
             yield block.p_ring.wait_full(step)
             block.p.begin(step)
             yield lambda: True
@@ -224,8 +233,7 @@ class Simulation:
             block.statistics[stage].end()
             self.share(rank, step)
             dk = self.product((block.q[stage], step))
-            dp = None
-            if step + 1 < n:
+            if not self.ahead and step + 1 < n:
                 yield block.do_ring.wait_full(step + 1)
                 dp = self.product((block.do[block.do_ring.stage(step + 1)], step + 1))
             yield self.done(dk)
@@ -287,11 +295,15 @@ class Simulation:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("do_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "do_stages", "ahead"), [(2, 1, False), (2, 2, False), (2, 2, True), (4, 2, True)]
+)
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 7])
-def test_roles_never_lock_up(ranks: int, do_stages: int, num_steps: int) -> None:
+def test_roles_never_lock_up(
+    ranks: int, stages: int, do_stages: int, ahead: bool, num_steps: int
+) -> None:
     for seed in range(12):
-        sim = Simulation(ranks, num_steps, do_stages=do_stages)
+        sim = Simulation(ranks, num_steps, stages, do_stages, ahead)
         sim.run(seed)
         for rank, block in enumerate(sim.blocks):
             assert block.added == list(range(rank, num_steps, ranks))

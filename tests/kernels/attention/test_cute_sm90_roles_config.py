@@ -38,7 +38,7 @@ def test_registers_are_those_the_block_was_launched_with(head_dim: int, pair: bo
     assert all(count % 8 == 0 for count in (dq, loads, keys))
     traits = replace(WIDE, head_dim=head_dim, head_dim_v=head_dim)
     assert cfg.why_invalid(config, traits) is None
-    assert cfg.accumulator_registers(traits) + cfg.MARGIN_REGISTERS <= keys
+    assert cfg.accumulator_registers(config, traits) + cfg.MARGIN_REGISTERS <= keys
 
 
 @pytest.mark.parametrize(
