@@ -56,8 +56,15 @@ class BackwardTraits:
     softcap: bool = False
     varlen: bool = False
     """Packed sequences, by cu_seqlens of both sides."""
+    seqused: bool = False
+    """The lengths used of queries and keys are both given."""
     deterministic: bool = False
     """Blocks add to dQ in turns, so that its bits do not depend on timing."""
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether a sequence may end before its tensor does."""
+        return self.varlen or self.seqused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +177,7 @@ def backward_traits(problem: AttentionProblem) -> BackwardTraits:
         has_right=problem.causal or problem.window_right is not None,
         softcap=problem.softcap > 0,
         varlen=problem.varlen,
+        seqused=problem.seqused,
         deterministic=problem.deterministic,
     )
 

@@ -211,8 +211,9 @@ def why_unsupported(problem: AttentionProblem) -> str | None:
         "a paged KV cache": problem.page_size is not None,
         "score or mask functions": problem.mods,
     }
-    for name in ("seqused", "leftpad", "kv_batch_idx", "kv_cache"):
+    for name in ("leftpad", "kv_batch_idx", "kv_cache"):
         unsupported[name] = getattr(problem, name)
+    unsupported["seqused"] = problem.seqused and problem.direction == "fwd"
     for what, present in unsupported.items():
         if present:
             return f"{what} is not supported"

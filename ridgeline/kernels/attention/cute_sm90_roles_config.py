@@ -106,8 +106,8 @@ def why_invalid(config: RolesConfig, traits: BackwardTraits) -> str | None:
         return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
     if max(traits.head_dim, traits.head_dim_v) > 256:
         return f"head dims must be at most 256, got {traits.head_dim}, {traits.head_dim_v}"
-    if traits.varlen:
-        return "packed sequences are not supported"
+    if config.lookahead and traits.has_tails:
+        return "lookahead has no code for sequences that end before their tensor does"
     if config.dq_registers % 8 or config.load_registers % 8:
         return "registers must be multiples of 8"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:

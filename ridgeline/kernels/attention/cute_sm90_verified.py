@@ -119,6 +119,16 @@ FEATURES = (
         uses=lambda p: _roles(p) and p.deterministic,
         run=_ROLES,
     ),
+    Feature(
+        what="backward of head dims beyond 128 or with softcap, packed",
+        uses=lambda p: _roles(p) and p.varlen,
+        run=None,
+    ),
+    Feature(
+        what="backward with used lengths",
+        uses=lambda p: p.direction == "bwd" and p.seqused,
+        run=None,
+    ),
 )
 
 

@@ -25,6 +25,8 @@ from ridgeline.core.arch import Arch
 from ridgeline.core.errors import unsupported
 from ridgeline.kernels.attention import impls as _registrations
 from ridgeline.kernels.attention.arguments import SCHEMA, Arguments, check, with_fp32_sinks
+from ridgeline.kernels.attention.config import DecodeConfig, TileConfig
+from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 assert _registrations is not None  # imported for its registrations
@@ -60,7 +62,18 @@ def _decide(
     chosen = registry.select(problem, arch, impl)
     if impl in (None, "auto") and override is None:
         registry.warn_fallback(chosen, arch, "nothing faster accepts the problem")
+        registry.warn_lacking(problem, arch, chosen)
     return registry.load(chosen)
+
+
+def keys_of_tile(problem: AttentionProblem, arch: Arch) -> int | None:
+    """Keys of a tile of the implementation that takes a problem; None where it has no tiles."""
+    impl = registry.select(problem, arch)
+    config = None if impl.config is None else impl.config(problem, arch)
+    if isinstance(config, ForwardConfig):
+        return config.block_k
+    tile = config.tile if isinstance(config, DecodeConfig) else config
+    return tile.block_n if isinstance(tile, TileConfig) else None
 
 
 def module_for(a: Arguments, direction: str) -> Any:

@@ -51,7 +51,6 @@ def test_registers_are_those_the_block_was_launched_with(head_dim: int, pair: bo
         ({"dq_registers": 104}, {}, "registers"),
         ({}, {"head_dim": 320}, "at most 256"),
         ({}, {"head_dim": 100}, "multiples of 32"),
-        ({}, {"varlen": True}, "packed"),
     ],
 )
 def test_invalid_tiles_say_why(change: dict, traits: dict, why: str) -> None:

@@ -89,6 +89,8 @@ class Backward:
         dlse: cute.Tensor,
         cu_seqlens_q,
         cu_seqlens_k,
+        seqused_q,
+        seqused_k,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -108,13 +110,14 @@ class Backward:
     ):
         """q, dq [B, S, H, D]; k, dk [B, T, G, D]; v, dv [B, T, G, V]; o, dout [B, S, H, V];
         lse, dlse [B, H, S], dlse read only if has_dlse. Packed: the same without B, tokens for
-        S and T."""
+        S and T. Where seqused are given, rows behind them are not read, and those of dq, dk and dv
+        are not written."""
         packed = self.traits.varlen
         by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
         by_row = (1, 0) if packed else (2, 1, 0)
         mO, mdO, mdQ = (modes(x, by_token) for x in (o, dout, dq))
         lengths = Lengths(q.shape[0 if packed else 1], k.shape[0 if packed else 1],
-                          cu_seqlens_q, cu_seqlens_k, None)  # fmt: skip
+                          cu_seqlens_q, cu_seqlens_k, seqused_k, seqused_q)  # fmt: skip
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
@@ -287,6 +290,11 @@ class Backward:
         index, _, _ = cute.arch.block_idx()
         return index
 
+    def _num_indices(self):
+        """How many numbers there are."""
+        grid, _, _ = cute.arch.grid_dim()
+        return grid
+
     @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
         index = self._index()
@@ -296,8 +304,7 @@ class Backward:
             head = index % num_heads
             number = index // num_heads
             if cutlass.const_expr(self.last_keys_first):
-                grid, _, _ = cute.arch.grid_dim()
-                number = grid // num_heads - 1 - number
+                number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)

@@ -32,14 +32,17 @@ from ridgeline.kernels.attention.cute.backward_types import (
 )
 from ridgeline.kernels.attention.cute.blocks import query_range
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
-from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, group_barrier, release
-from ridgeline.kernels.attention.cute.mask import (
-    TransposedMask,
-    accumulator_column,
-    accumulator_row,
+from ridgeline.kernels.attention.cute.mainloop import (
+    DTYPES,
+    FIRST_GROUP_BARRIER,
+    flat,
+    group_barrier,
+    release,
 )
+from ridgeline.kernels.attention.cute.mask import TransposedMask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
@@ -254,18 +257,9 @@ class Keys:
 
     @cute.jit
     def _clear_rows(self, tile: cute.Tensor, first_row: Int32, length: Int32, wg: Int32):
-        """Zero the rows of a tile [rows, D] that lie behind a packed sequence's end: TMA brings
-        what follows in memory, perhaps NaN, and 0 * NaN is NaN. Every warpgroup that reads the
-        tile writes the same zeros first."""
-        if cutlass.const_expr(self.traits.varlen):
-            rows, dim = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-            if first_row + rows > length:
-                kept = cutlass.max(length - first_row, 0)
-                thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-                for i in cutlass.range(thread, (rows - kept) * dim, WARPGROUP_THREADS, unroll=1):
-                    tile[kept + i // dim, i % dim] = self.dtype(0.0)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                group_barrier(wg)
+        """Zero the rows of a tile that lie behind its sequence's end (tails.py)."""
+        if cutlass.const_expr(self.traits.has_tails):
+            clear_rows(tile, first_row, length, FIRST_GROUP_BARRIER + wg)
 
     @cute.jit
     def _clear_q(self, c: KeyOwner, shared: Shared, work: Work, block: Int32, step: Int32):
@@ -356,13 +350,6 @@ class Keys:
 
     @cute.jit
     def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
-        """The last keys of a packed sequence, row by row from registers."""
+        """The last keys of a packed sequence."""
         rows = cute.domain_offset((work.extent.offset_k, 0), m[None, None, work.kv_head])
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        first = (work.block * self.wgs + wg) * KEYS + thread // 32 * 16 + thread % 32 // 4
-        output = flat(values)
-        for e in cutlass.range_constexpr(cute.size(output)):
-            row = first + 8 * accumulator_row(e)
-            column = 2 * (thread % 4) + accumulator_column(e)
-            if (row < work.extent.seqlen_k) & (column < rows.shape[1]):
-                rows[row, column] = output[e].to(self.dtype)
+        store_rows(flat(values), rows, (work.block * self.wgs + wg) * KEYS, work.extent.seqlen_k)

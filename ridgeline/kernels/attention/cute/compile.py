@@ -156,6 +156,8 @@ def _backward_tensors(traits: BackwardTraits, config: BackwardConfig | RolesConf
         x.rows(),
         x.vector(Int32, x.entries, traits.varlen),
         x.vector(Int32, x.entries, traits.varlen),
+        x.vector(Int32, cute.sym_int32(), traits.seqused),
+        x.vector(Int32, cute.sym_int32(), traits.seqused),
         x.tokens(x.s, x.h, x.dim_qk),
         x.tokens(x.t, x.g, x.dim_qk),
         x.tokens(x.t, x.g, x.dim_v),

@@ -157,6 +157,10 @@ class BackwardByRoles(Backward):
         index, _, _ = cute.arch.block_idx()
         return index // self.ranks
 
+    def _num_indices(self):
+        grid, _, _ = cute.arch.grid_dim()
+        return grid // self.ranks
+
     @cute.jit
     def _role_shared(self, layouts: Layouts) -> Shared:
         cfg = self.config
