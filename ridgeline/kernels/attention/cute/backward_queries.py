@@ -228,15 +228,13 @@ class Queries:
             block_k=block_k,
             together=scalars.together != 0,
             integer=DeviceInteger,
+            down=work.down,
         )
         window = (
             scalars.window_left if self.traits.has_left else None,
             scalars.window_right if self.traits.has_right else None,
         )
         wanted = turn(work.block, block, walk, window)
-        if cutlass.const_expr(work.down is not None):
-            # From the first keys on, as these blocks start; a causal mask hides none before it.
-            wanted = cutlass.select_(work.down, work.block, wanted)
         tile = work.first_tile(tensors, block_q) + block
         counter = tensors.turns[tile, head, None].iterator
         done = ptx.load_acquire(counter)

@@ -30,7 +30,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
 )
 from ridgeline.kernels.attention.cute.mainloop import flat
 from ridgeline.kernels.attention.cute.mask import TransposedMask
-from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.roles_types import (
     GRADIENTS,
     SCORES,
@@ -46,9 +46,7 @@ class Side:
     """What one of the two warpgroups works with."""
 
     X: cute.Tensor
-    """fp32 [64, block_q] of S^T, or of dP^T."""
-    ahead: cute.Tensor
-    """Its accumulator: the same, or with lookahead that of the next step."""
+    """fp32 [64, block_q] accumulator of S^T, or of dP^T."""
     sum: cute.Tensor
     """fp32 accumulator of dV, or of dK."""
     A: cute.Tensor
@@ -70,13 +68,8 @@ class RoleKeys(Role):
         scores, sums = self.products.scores(), self.products.sums(dim)
         x_part, sum_part = scores.get_slice(0), sums.get_slice(0)
         tile = (KEYS, self.config.block_q)
-        X = cute.make_rmem_tensor(scores.partition_shape_C(tile), Float32)
-        ahead = X
-        if cutlass.const_expr(self.config.lookahead):
-            ahead = cute.make_rmem_tensor(scores.partition_shape_C(tile), Float32)
         return Side(
-            X=X,
-            ahead=ahead,
+            X=cute.make_rmem_tensor(scores.partition_shape_C(tile), Float32),
             sum=cute.make_rmem_tensor(sums.partition_shape_C((KEYS, dim)), Float32),
             A=cute.make_rmem_tensor(sums.partition_shape_A(tile), self.dtype),
             tA=scores.make_fragment_A(x_part.partition_A(a)),
@@ -148,18 +141,7 @@ class RoleKeys(Role):
     @cute.jit
     def _issue(self, c: Side, stage: Int32):
         """S^T or dP^T, asynchronously, as one group."""
-        multiply(self.products.scores(), c.ahead, c.tA, c.tB[None, None, None, stage], True)
-
-    @cute.jit
-    def _look_ahead(self, c: Side, ring: Ring, step: Int32, more: Boolean):
-        """Take what is done and start on the next step's, which runs under this one's arithmetic:
-        32 moves a thread for a product's latency."""
-        done, taken = flat(c.ahead), flat(c.X)
-        for e in cutlass.range_constexpr(cute.size(done)):
-            taken[e] = done[e]
-        if more:
-            ring.wait_full(step + 1)
-        self._issue(c, ring.stage(step + 1))
+        multiply(self.products.scores(), c.X, c.tA, c.tB[None, None, None, stage], True)
 
     @cute.jit
     def _score_step(
@@ -170,8 +152,6 @@ class RoleKeys(Role):
         blocks[1], is issued (on whatever the stage holds, where there is none: a branch around it
         would make ptxas wait after every product)."""
         statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
-        if cutlass.const_expr(self.config.lookahead):
-            self._look_ahead(c, shared.q_ring, step, more)
         shared.p_ring.wait_empty(step)
         self._probabilities(scalars, c, mask, shared, work, statistics, blocks[0])
         self.publish(shared.p_ring, step)
@@ -181,17 +161,13 @@ class RoleKeys(Role):
         dv = self.products.sums(self.traits.head_dim_v)
         do_stage = shared.do_ring.stage(step)
         multiply(dv, c.sum, c.A, c.tColumns[None, None, None, do_stage], False)
-        if cutlass.const_expr(not self.config.lookahead):
-            if more:
-                shared.q_ring.wait_full(step + 1)
-                self._clear_q(shared, work, blocks[1], step + 1, SCORES)
-            self._issue(c, shared.q_ring.stage(step + 1))
-            warpgroup.wait_group(1)
-            self.release(shared.do_ring, step)
-            warpgroup.wait_group(0)
-        else:
-            warpgroup.wait_group(0)
-            self.release(shared.do_ring, step)
+        if more:
+            shared.q_ring.wait_full(step + 1)
+            self._clear_q(shared, work, blocks[1], step + 1, SCORES)
+        self._issue(c, shared.q_ring.stage(step + 1))
+        warpgroup.wait_group(1)
+        self.release(shared.do_ring, step)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def _probabilities(
@@ -274,8 +250,6 @@ class RoleKeys(Role):
         """One block of queries, blocks[0], whose dP^T is done; blocks[1] is the next. Waits stand
         in front of the arithmetic, which LLVM would else move behind them, past the start of the
         next products."""
-        if cutlass.const_expr(self.config.lookahead):
-            self._look_ahead(c, shared.do_ring, step, more)
         shared.p_ring.wait_full(step)
         self._take_p(c, shared)
         self.release_here(shared.p_ring, step)
@@ -287,17 +261,13 @@ class RoleKeys(Role):
         dk = self.products.sums(self.traits.head_dim)
         q_stage = shared.q_ring.stage(step)
         multiply(dk, c.sum, c.A, c.tColumns[None, None, None, q_stage], False)
-        if cutlass.const_expr(not self.config.lookahead):
-            if more:
-                shared.do_ring.wait_full(step + 1)
-                self._clear_do(shared, work, blocks[1], step + 1, GRADIENTS)
-            self._issue(c, shared.do_ring.stage(step + 1))
-            warpgroup.wait_group(1)
-            self.release(shared.q_ring, step)
-            warpgroup.wait_group(0)
-        else:
-            warpgroup.wait_group(0)
-            self.release(shared.q_ring, step)
+        if more:
+            shared.do_ring.wait_full(step + 1)
+            self._clear_do(shared, work, blocks[1], step + 1, GRADIENTS)
+        self._issue(c, shared.do_ring.stage(step + 1))
+        warpgroup.wait_group(1)
+        self.release(shared.q_ring, step)
+        warpgroup.wait_group(0)
         if more:
             self.release(shared.do_ring, step + 1)
 
