@@ -59,6 +59,17 @@ def test_invalid_tiles_say_why(change: dict, traits: dict, why: str) -> None:
     assert why in (cfg.why_invalid(replace(good, **change), replace(WIDE, **traits)) or "")
 
 
+def test_deep_rings_of_q_only_where_they_measured_faster() -> None:
+    """Four blocks of Q at (192, 128) leave not a byte."""
+    traits = replace(WIDE, head_dim=192, head_dim_v=128, has_right=True)
+    best = cfg.candidates(traits)[0]
+    assert (best.stages, best.pair) == (4, True)
+    assert cfg.shared_memory_bytes(best, traits) == 227 * 1024
+    for change in ({"has_right": False}, {"has_left": True}, {"deterministic": True},
+                   {"softcap": True}, {"seqused": True}, {"head_dim_v": 192}):  # fmt: skip
+        assert cfg.candidates(replace(traits, **change))[0].stages == 2, change
+
+
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128), (136, 200), (64, 256)])
 def test_wide_heads_get_a_pair(dims: tuple[int, int]) -> None:
     problem = AttentionProblem(

@@ -72,6 +72,9 @@ class Backward:
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
+        # But that ends with the longest walks, most of the multiprocessors idle beside them. So the
+        # last heads go the other way around: first keys first, queries from last to first.
+        self.turned = 0 if traits.has_left or traits.varlen else config.turned_sections
 
     # ---- host -----------------------------------------------------------------------------------
     @cute.jit
@@ -308,6 +311,14 @@ class Backward:
             if cutlass.const_expr(not self.last_keys_first):
                 # A causal mask leaves the first keys most work: they start first.
                 block = tensors.num_key_blocks - 1 - block
+        down = None
+        if cutlass.const_expr(self.last_keys_first and self.turned > 0):
+            heads = tensors.mK.shape[2] * tensors.num_batches
+            turned = self.turned * scalars.heads_per_section
+            # With fewer heads all would walk down from the start, one waiting for the other.
+            whole = heads >= 2 * turned
+            down = whole & (batch * tensors.mK.shape[2] + head >= heads - turned)
+            block = cutlass.select_(down, tensors.num_key_blocks - 1 - block, block)
         extent = tensors.tiles.lengths.extent(batch)
         block_k = keys_per_block(self.config)
         queries = query_range(
@@ -330,7 +341,9 @@ class Backward:
             first = block * queries.end // num_blocks
             if cutlass.const_expr(self.traits.deterministic):
                 first = cutlass.select_(scalars.together != 0, first, Int32(0))
-        return Work(block, head, batch, extent, queries, group, first)
+        if cutlass.const_expr(down is not None):
+            first = cutlass.select_(down, queries.end - 1, first)
+        return Work(block, head, batch, extent, queries, group, first, down)
 
     @cute.jit
     def _shared(self, layouts: Layouts) -> Shared:

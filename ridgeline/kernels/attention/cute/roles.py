@@ -56,6 +56,7 @@ class BackwardByRoles(Backward):
         self.role_keys = RoleKeys(traits, config, self.dtype)
         self.rows = Rows(traits, config)
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
+        self.turned = 0
 
     # ---- host -----------------------------------------------------------------------------------
     def _layouts(self) -> Layouts:
