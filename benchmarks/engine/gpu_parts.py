@@ -41,6 +41,7 @@ from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.parallel.loss import token_logprobs
 from ridgeline.train.presets import preset
+from ridgeline.train.scoring import log_probabilities
 
 PARTS = ("decode", "load", "peer", "agreement")
 KINDS = ("bf16", "w4a16")
@@ -102,6 +103,7 @@ class _Bench:
         if "agreement" in chosen:
             self.weights.cache_clear()
             yield "agreement", self.agreement
+            yield "agreement, batch-invariant", self.invariant_agreement
 
     @functools.cache  # noqa: B019  # lives as long as the process
     def weights(self, kind: str) -> Weights:
@@ -230,6 +232,37 @@ class _Bench:
         values = {"rms_nats": _rms(gaps), "floor_nats": _rms(floor), "tokens": len(gaps)}
         values |= {"max_nats": round(max(map(abs, gaps)), 6)}
         values |= {"check": "engine against trainer, log-probabilities"}
+        name = f"llama-8b shape, {shape.num_layers} layers, random weights"
+        return row_of(args, "ridgeline", model=name, weights="bf16", dtype="bfloat16", **values)
+
+    def invariant_agreement(self) -> dict[str, Any]:
+        """The same where both compute every row alike (nn/invariant.py): sampled token by token by
+        the engine, in a batch; whole texts, one by one, by the trainer."""
+        args = self.args
+        shape = replace(self.shape, num_layers=min(8, self.shape.num_layers))
+        model, longest = _random_decoder(shape, self.device), 512
+        config = EngineConfig(
+            max_model_len=longest, max_num_seqs=8, num_pages=512, batch_invariant=True
+        )
+        params = SamplingParams(
+            temperature=1.0,
+            seed=1,
+            max_tokens=16 if args.trial else 64,
+            logprobs=0,
+            ignore_eos=True,
+        )
+        prompts = [[(31 * i + 7 * n) % 250 for i in range(n)] for n in (5, 64, 128, 300)]
+        gaps: list[float] = []
+        for made in LLM(model, config).generate(prompts, params):
+            choice, first = made.choices[0], len(made.prompt_ids)
+            own = log_probabilities(
+                model, made.prompt_ids + choice.token_ids, batch_invariant=True, max_len=longest
+            )[first - 1 :]
+            told = torch.tensor([t.logprob for t in choice.logprobs or []], device=own.device)
+            gaps += (told - own).tolist()
+        values = {"rms_nats": _rms(gaps), "tokens": len(gaps)}
+        values |= {"max_nats": round(max(map(abs, gaps)), 6)}
+        values |= {"check": "engine against trainer, log-probabilities, both batch-invariant"}
         name = f"llama-8b shape, {shape.num_layers} layers, random weights"
         return row_of(args, "ridgeline", model=name, weights="bf16", dtype="bfloat16", **values)
 

@@ -157,7 +157,7 @@ class Runner:
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
         self.forward = Forward(weights, self.max_model_len, reduce)
-        if self.on_gpu:
+        if self.on_gpu and not self.invariant:  # whose kernels sum in another order than PyTorch's
             self.forward = DeviceForward(weights, self.max_model_len, reduce)
         self.host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
