@@ -45,9 +45,10 @@ from ridgeline.train.scoring import log_probabilities
 
 PARTS = ("decode", "load", "peer", "agreement")
 KINDS = ("bf16", "w4a16")
-PEERS = ("ridgeline_flash", "sdpa")
+PEERS = ("ridgeline_flash2", "ridgeline_flash", "sdpa")
 """Attention of Transformers' continuous batching: this package's kernels behind its FlashAttention
-wrapper, and what it takes by itself where no FlashAttention is installed."""
+wrapper (with a 2 in the name it reads decode steps' keys in their pages, as it would with
+FlashAttention 2 or 3), and what it takes by itself where no FlashAttention is installed."""
 STEP_TOKENS = 8192
 """Of our engine under load: prompts of all requests wait, so few large steps are best. The default
 (2048) is for clients that read along."""
@@ -152,7 +153,7 @@ class _Bench:
         values |= {"graph_ms": _graph_ms(llm), "matmul": _kernel_of(self.weights(kind))}
         if llm.runner.graphs is not None:
             graphs = llm.runner.graphs
-            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.items()}}
+            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.get(1, {}).items()}}
             values |= {"refused": graphs.refused, "tiles": _tiles(llm)}
             values |= {"started_ahead": graphs.started_ahead, "used_ahead": graphs.used_ahead}
         return self.row("ridgeline", kind, values)
@@ -190,12 +191,13 @@ class _Bench:
         import transformers
 
         args = self.args
-        if attention == "ridgeline_flash":
+        if attention in hf.PACKAGE_NAMES:
             hf.enable()
         model = throughput.transformers_model(self.shape, self.device, torch.bfloat16, attention)
         run, used = throughput.theirs(model, self.load, args.peer_limit_s)
         values = {**run.values(), "load": self.load.described()}
-        values |= {"matmul": "cublas", "attention": used, "limit_s": args.peer_limit_s}
+        values |= {"matmul": "cublas", **used, "limit_s": args.peer_limit_s}
+        print(used, flush=True)
         impl = f"transformers {transformers.__version__} continuous batching"
         return _of_many(self.row(f"{impl}, {attention}", "bf16", values))
 
