@@ -2,6 +2,7 @@
 
     forward(q, k, v, options, extras) -> (out, lse_ln)
     backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
+    append_kv(k_cache, v_cache, k, v, where) ; rotate_queries(q, where, advance) -> q
 
 Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (of fp32
 inputs as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype
@@ -26,6 +27,8 @@ from ridgeline.kernels.attention.config import (
     takes_decode,
 )
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
+from ridgeline.kernels.attention.triton_append import append_kv as append_kv
+from ridgeline.kernels.attention.triton_append import rotate_queries as rotate_queries
 from ridgeline.kernels.attention.triton_plan import (
     Inputs,
     Launch,
