@@ -99,7 +99,10 @@ def append_tokens(
     room = (position >= 0) & (position < capacity)
     exists = (row >= 0) & (row < stored)
     tl.device_assert(room, "attention: cache_seqlens must leave room for the new tokens")
-    tl.device_assert(exists | (not room), "attention: block_table or cache_batch_idx must exist")
+    if table_ptr is not None:
+        tl.device_assert(exists, "attention: block_table must hold ids of pages of the cache")
+    else:
+        tl.device_assert(exists, "attention: cache_batch_idx must name a row of the cache")
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     cols, cols_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     mask, mask_v = (heads < num_heads) & (cols < D), (heads < num_heads) & (cols_v < DV)
