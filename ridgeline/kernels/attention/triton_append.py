@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.kernels.attention.arguments import dense
 from ridgeline.kernels.attention.kvcache import Where
 from ridgeline.kernels.attention.triton_plan import Launch, cdiv, debug_options
 
@@ -171,7 +172,7 @@ def append_launch(
 ) -> Launch:
     """What `append_kv` launches."""
     batch, new_tokens, heads, dim = k.shape
-    table = where.block_table
+    table = dense(where.block_table)
     tables, half = _tables(where)
     block_d, block_dv = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (k, v))
     per_program = _heads(heads, max(block_d, block_dv))
@@ -180,8 +181,8 @@ def append_launch(
         grid=(batch * new_tokens, cdiv(heads, per_program), 1),
         args=(
             *((x, x.stride()) for x in (k, v, k_cache, v_cache)),
-            where.cache_seqlens,
-            where.kv_batch_idx,
+            dense(where.cache_seqlens),
+            dense(where.kv_batch_idx),
             (
                 table,
                 0 if table is None else table.stride(0),
@@ -214,7 +215,7 @@ def rotate_launch(q: torch.Tensor, out: torch.Tensor, where: Where, advance: boo
         args=(
             (q, q.stride()),
             (out, out.stride()),
-            where.cache_seqlens,
+            dense(where.cache_seqlens),
             tables,
             heads,
             new_tokens,

@@ -23,8 +23,10 @@ LENGTHS = [0, 17, 45]
 
 
 def where_of(layout, half, interleaved, batch=B):
-    def ints(values):
-        return torch.tensor(values, dtype=torch.int32, device=HERE)
+    def ints(values):  # with gaps
+        return torch.tensor(values, dtype=torch.int32, device=HERE)[..., None].repeat_interleave(
+            2, -1
+        )[..., 0]
 
     cos = sin = None
     if half:
