@@ -7,7 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ridgeline.kernels.w4a16.tiles import KIND, SCALE_KIND, DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles import (
+    KIND,
+    SCALE_KIND,
+    DecodeConfig,
+    MatmulConfig,
+    StreamConfig,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +71,17 @@ class DecodeLaunch:
     max_units: int
     """Most stages of K that a warp owns."""
     workspace_floats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLaunch:
+    """A kernel with clusters along K and how it is launched."""
+
+    config: StreamConfig
+    columns: int
+    """Blocks along the outputs; times `config.cluster` along K."""
+    steps: int
+    """Of config.step_k inputs, a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +317,40 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
     )
 
 
+# Where clusters along K beat the other kernels: (k, n, most rows) -> (warps along K, along outputs,
+# tiles a warp, blocks of a cluster, stages). One H200, 2026-11-30.
+_MEASURED_STREAMS: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+
+
+@functools.cache
+def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLaunch | None:
+    """Kernel and grid for at most 16 rows of a layer that was timed with clusters along K, or
+    None."""
+    rows = 8 if m <= 8 else DECODE_ROWS
+    plan = _MEASURED_STREAMS.get((k, n, rows)) if sms == _MEASURED_SMS else None
+    if plan is None:
+        return None
+    k_warps, n_warps, tiles, cluster, stages = plan
+    config = StreamConfig(
+        kind=traits.kind,
+        scale=traits.scale,
+        symmetric=traits.symmetric,
+        packed_group=traits.packed_group,
+        silu_mul=traits.silu_mul,
+        nt=rows // 8,
+        k_warps=k_warps,
+        n_warps=n_warps,
+        tiles=tiles,
+        cluster=cluster,
+        stages=stages,
+    )
+    whole = k % (cluster * config.step_k) == 0 and n % config.block_n == 0
+    if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:
+        return None
+    steps = k // (cluster * config.step_k)
+    return StreamLaunch(config=config, columns=n // config.block_n, steps=steps)
+
+
 @functools.cache
 def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLaunch:
     """Kernel and grid for m rows of a layer with padded n and k: what was timed for it, else by a
@@ -391,16 +442,26 @@ def traits_for(problem: W4A16Problem) -> Traits:
     )
 
 
-def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | MatmulLaunch:
+def rows_launch(
+    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool
+) -> DecodeLaunch | StreamLaunch | MatmulLaunch:
+    """What m rows of a layer with padded n and k are launched with, 16 rows at a time if
+    `invariant` (then nothing depends on m)."""
+    if invariant or m <= DECODE_ROWS:
+        found = stream_launch(traits, DECODE_ROWS if invariant else m, n, k, sms)
+        if found is not None:
+            return found
+    if invariant or uses_decode(m, n, k):
+        return decode_launch(traits, min(m, DECODE_ROWS), n, k, sms, invariant)
+    return matmul_launch(traits, m, n, k, sms)
+
+
+def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | StreamLaunch | MatmulLaunch:
     """What the Hopper implementation launches for a problem (for `explain`)."""
     traits = traits_for(problem)
     align = math.lcm(128, traits.packed_group or 128)
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
-    m = max(problem.m, 1)
-    if problem.batch_invariant or uses_decode(m, n, k):
-        rows = min(m, DECODE_ROWS)
-        return decode_launch(traits, rows, n, k, arch.num_units, problem.batch_invariant)
-    return matmul_launch(traits, m, n, k, arch.num_units)
+    return rows_launch(traits, max(problem.m, 1), n, k, arch.num_units, problem.batch_invariant)
 
 
 def launch_for_triton(problem: W4A16Problem, arch: Arch) -> TritonConfig:
