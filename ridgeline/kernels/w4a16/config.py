@@ -134,7 +134,7 @@ _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
 _SMALL_LAYER_BYTES = 12e6
-_SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024}
+_SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024, 3: 75 * 1024, 4: 56 * 1024}
 _STREAM_BYTES_PER_CYCLE = 18.0
 """An SM's share of the bandwidth of an H200's memory at 1.75 GHz."""
 _L2_BYTES_PER_CYCLE = 40.0
@@ -318,8 +318,8 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
 
 
 # Where clusters along K beat the other kernels: (k, n, most rows) -> (warps along K, along outputs,
-# tiles a warp, blocks of a cluster, stages). One H200, 2026-11-30.
-_MEASURED_STREAMS: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+# tiles a warp, blocks of a cluster, stages, stages of activations, blocks an SM).
+_MEASURED_STREAMS: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, int]] = {}
 
 
 @functools.cache
@@ -330,7 +330,7 @@ def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLau
     plan = _MEASURED_STREAMS.get((k, n, rows)) if sms == _MEASURED_SMS else None
     if plan is None:
         return None
-    k_warps, n_warps, tiles, cluster, stages = plan
+    k_warps, n_warps, tiles, cluster, stages, act_stages, blocks_per_sm = plan
     config = StreamConfig(
         kind=traits.kind,
         scale=traits.scale,
@@ -343,6 +343,8 @@ def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLau
         tiles=tiles,
         cluster=cluster,
         stages=stages,
+        act_stages=act_stages,
+        blocks_per_sm=blocks_per_sm,
     )
     whole = k % (cluster * config.step_k) == 0 and n % config.block_n == 0
     if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:

@@ -238,13 +238,13 @@ def init_barriers(smem, tid, cfg: cutlass.Constexpr):
     """[a warp's tiles of each stage | activations there | activations read]; returns the last
     two's addresses."""
     act_full = smem + cfg.num_warps * cfg.stages * cfg.tiles * 8
-    act_empty = act_full + cfg.k_warps * cfg.stages * 8
+    act_empty = act_full + cfg.k_warps * cfg.act_stages * 8
     if tid == 0:
         for i in cutlass.range_constexpr(
-            cfg.num_warps * cfg.stages * cfg.tiles + cfg.k_warps * cfg.stages
+            cfg.num_warps * cfg.stages * cfg.tiles + cfg.k_warps * cfg.act_stages
         ):
             ptx.mbar_init(smem + i * 8, 1)
-        for i in cutlass.range_constexpr(cfg.k_warps * cfg.stages):
+        for i in cutlass.range_constexpr(cfg.k_warps * cfg.act_stages):
             ptx.mbar_init(act_empty + i * 8, cfg.n_warps)
         ptx.mbar_fence()
     cute.arch.sync_threads()
@@ -285,9 +285,9 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
                     ask_for_weights(src, tile + t, unit0 + d * cfg.k_warps, at, bars + i * 8, cfg)
     ptx.wait_previous_grid()
     act_tiles = partition_activations(tma, smem_base, cfg)
-    slot0 = k_warp * cfg.stages
+    slot0 = k_warp * cfg.act_stages
     if n_warp == 0:
-        for d in cutlass.range_constexpr(cfg.stages):
+        for d in cutlass.range_constexpr(cfg.act_stages):
             if d < steps:
                 bar = act_full + (slot0 + d) * 8
                 ask_for_activations(act_tiles, unit0 + d * cfg.k_warps, slot0 + d, bar, lane, cfg)
@@ -297,18 +297,19 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
         tot[i] = Float32(0.0)
     stage, phase = Int32(0), Int32(0)
     for s in cutlass.range(steps, unroll=1):
-        full, empty = act_full + (slot0 + stage) * 8, act_empty + (slot0 + stage) * 8
-        ptx.mbar_wait(full, phase)
-        slot = smem + cfg.dynamic_offset + (slot0 + stage) * cfg.act_slot_bytes
-        acts = read_activations(slot, lane, cfg)
-        sums = group_sums(acts, cfg)
+        slot = slot0 + s % cfg.act_stages
+        full, empty, turn = act_full + slot * 8, act_empty + slot * 8, (s // cfg.act_stages) % 2
+        ptx.mbar_wait(full, turn)
+        acts = read_activations(smem + cfg.dynamic_offset + slot * cfg.act_slot_bytes, lane, cfg)
         cute.arch.sync_warp()
         ptx.mbar_arrive(empty, Int32(lane == 0))
-        coming = unit0 + (s + cfg.stages) * cfg.k_warps
         if n_warp == 0:
-            if s + cfg.stages < steps:
-                ptx.mbar_wait(empty, phase)
-                ask_for_activations(act_tiles, coming, slot0 + stage, full, lane, cfg)
+            if s + cfg.act_stages < steps:
+                ptx.mbar_wait(empty, turn)
+                later = unit0 + (s + cfg.act_stages) * cfg.k_warps
+                ask_for_activations(act_tiles, later, slot, full, lane, cfg)
+        sums = group_sums(acts, cfg)
+        coming = unit0 + (s + cfg.stages) * cfg.k_warps
         for t in cutlass.range_constexpr(cfg.tiles):
             place = stage * cfg.tiles + t
             ptx.mbar_wait(bars + place * 8, phase)

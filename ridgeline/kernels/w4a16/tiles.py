@@ -39,8 +39,7 @@ class DecodeConfig:
     pdl: bool = True
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
-    """Activations by TMA tiles of 8 nt rows (instead of a copy a row), copies issued by an elected
-    thread (instead of a predicated lane)."""
+    """Activations by TMA tiles of 8 nt rows, instead of a copy a row."""
 
     @property
     def per_channel(self) -> bool:
@@ -177,7 +176,9 @@ class StreamConfig:
     cluster: int
     """Blocks along K: all of it; 1 to 8."""
     stages: int
-    """Steps of k_warps units in flight."""
+    """Steps of k_warps units whose codes are in flight ..."""
+    act_stages: int
+    """... and whose activations are; at most `stages`."""
     blocks_per_sm: int = 2
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
@@ -279,12 +280,12 @@ class StreamConfig:
     @property
     def dynamic_offset(self) -> int:
         """Where activations start, behind the barriers."""
-        bars = (self.num_warps * self.tiles + 2 * self.k_warps) * self.stages
+        bars = self.num_warps * self.tiles * self.stages + 2 * self.k_warps * self.act_stages
         return -(-bars * 8 // 1024) * 1024
 
     @property
     def codes_offset(self) -> int:
-        return self.dynamic_offset + self.k_warps * self.stages * self.act_slot_bytes
+        return self.dynamic_offset + self.k_warps * self.act_stages * self.act_slot_bytes
 
     @property
     def received_offset(self) -> int:
