@@ -81,7 +81,7 @@ def test_streams_fit_and_cover(group, kind, scale):
         for launch in (plain, found) if found is not None else (plain,):
             config = launch.config
             assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm
-            assert 8 * config.nt == rows and 1 <= config.cluster <= 8
+            assert config.nt == -(-rows // 8) and 1 <= config.cluster <= 8
             assert launch.columns * config.block_n == n
             assert launch.steps * config.step_k * config.cluster == k
             assert launch.columns * config.cluster <= SMS * config.blocks_per_sm
@@ -258,7 +258,9 @@ class TestOnHopper:
         monkeypatch.setattr(
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
-        monkeypatch.setattr(configs, "_MEASURED_STREAMS", {(k, 512, 8): plan, (k, 512, 16): plan})
+        monkeypatch.setattr(
+            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (4, 8, 16)}
+        )
         configs.stream_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
         for m in (1, 8, 13, 16):
