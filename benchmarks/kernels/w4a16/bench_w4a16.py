@@ -298,6 +298,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--both", action="store_true", help="also the way of copying not in use")
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of measuring a cell")
     parser.add_argument("--commit")
+    parser.add_argument("--run", help="id of the rows, where a run is cut into several calls")
     return parser.parse_args()
 
 
@@ -352,7 +353,7 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
 
 def main() -> None:
     args = parse()
-    run = uuid.uuid4().hex[:12]
+    run = args.run or uuid.uuid4().hex[:12]
     peers = peers_of(args)
     common = {
         "commit": commit(args.commit),

@@ -32,8 +32,12 @@ class Exported:
     name = f"quack {VERSION}"
 
     def __init__(self, folder: pathlib.Path) -> None:
-        import tvm_ffi  # only where the kernels run
+        # only where the kernels run
+        import tvm_ffi
 
+        from ridgeline.kernels.w4a16 import cute_library
+
+        cute_library.load_runtime()
         self.ffi = tvm_ffi
         self.folder = folder
         found = json.loads((folder / "quack.json").read_text())

@@ -52,7 +52,7 @@ def kernel(config: Config) -> Callable[..., None]:
         if _linker() is None:
             return _trace(config)
         compile_kernel(config)
-    _load_runtime()
+    load_runtime()
     return tvm_ffi.load_module(str(path))[kernel_name(config)]
 
 
@@ -105,5 +105,6 @@ def _runtime() -> Path:
 
 
 @functools.cache
-def _load_runtime() -> None:
+def load_runtime() -> None:
+    """Load what every kernel of the DSL is linked against."""
     ctypes.CDLL(str(_runtime()), mode=ctypes.RTLD_GLOBAL)
