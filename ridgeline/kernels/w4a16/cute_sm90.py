@@ -1,9 +1,9 @@
-"""W4A16 on Hopper: the host side of the two CuTe DSL kernels over the one packed layout.
+"""W4A16 on Hopper: the host side of three CuTe DSL kernels over the one packed layout.
 
 Up to 8 rows, and up to 16 of all but large layers: cute_decode (bound by the bytes of the packed
-weight). Else cute_matmul (WGMMA with the weights as the register operand). `batch_invariant`:
-cute_decode for any number of rows, 16 at a time, with one split of K whatever their number, so a
-row's bits depend on that row alone.
+weight), or cute_stream where it was timed faster. Else cute_matmul (WGMMA with the weights as the
+register operand). `batch_invariant`: one of the first two for any number of rows, 16 at a time,
+launched alike whatever their number, so a row's bits depend on that row alone.
 
 Kernels are compiled once per config and kept in the user cache (cute_library).
 """
