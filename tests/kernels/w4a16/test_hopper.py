@@ -148,6 +148,17 @@ def test_scales_beyond_the_range_are_refused():
 def test_invariant_launch_ignores_rows():
     found = {configs.decode_launch(traits(128), m, 4096, 4096, SMS, True) for m in range(1, 17)}
     assert len(found) == 1
+    kind = traits(128, scale="bf16")
+    for n, k in ((4096, 4096), (14336, 4096)):
+        found = {configs.rows_launch(kind, m, n, k, SMS, True) for m in range(1, 40)}
+        assert len(found) == 1
+    small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
+    assert [type(launch) for launch in small] == [
+        configs.DecodeLaunch,
+        configs.StreamLaunch,
+        configs.StreamLaunch,
+        configs.MatmulLaunch,
+    ]
 
 
 def test_explain_gives_the_launch():
