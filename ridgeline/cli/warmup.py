@@ -24,13 +24,7 @@ from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.weights import linear_shapes
 from ridgeline.kernels.attention.cute_sm90_backward_config import refuses as why_no_backward
 from ridgeline.kernels.attention.problem import AttentionProblem
-from ridgeline.kernels.w4a16.config import (
-    DECODE_ROWS,
-    decode_launch,
-    matmul_launch,
-    traits_for,
-    uses_decode,
-)
+from ridgeline.kernels.w4a16.config import DECODE_ROWS, rows_launch, traits_for
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 from ridgeline.nn.hf import load_config
 from ridgeline.nn.tensorfile import TensorFolder
@@ -260,12 +254,9 @@ def layer_kernels(problem: W4A16Problem, arch: Arch) -> set[Any]:
     traits = traits_for(problem)
     align = math.lcm(128, traits.packed_group or 128)
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
-    found: set[Any] = {decode_launch(traits, DECODE_ROWS, n, k, arch.num_units, True).config}
+    found: set[Any] = {rows_launch(traits, DECODE_ROWS, n, k, arch.num_units, True).config}
     for m in _ROWS:
-        if uses_decode(m, n, k):
-            found.add(decode_launch(traits, m, n, k, arch.num_units, False).config)
-        else:
-            found.add(matmul_launch(traits, m, n, k, arch.num_units).config)
+        found.add(rows_launch(traits, m, n, k, arch.num_units, False).config)
     return found
 
 

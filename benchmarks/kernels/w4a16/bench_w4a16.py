@@ -2,6 +2,7 @@
 
     python benchmarks/kernels/w4a16/bench_w4a16.py --results benchmarks/results/h200
         [--vllm-library _C_stable_libtorch.abi3.so]   (Marlin, Machete; scalar_type.py beside it)
+        [--quack-kernels FOLDER]   (of quack_peer.py, where quack itself is not installed)
         [--rows 1,16,1024] [--invariant]
 
 Every implementation runs in CUDA graphs over copies of the weight (400 MB, so that L2 serves
@@ -26,6 +27,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from quack_peer import Exported
 
 from ridgeline.core.arch import KNOWN
 from ridgeline.core.roofline import floor
@@ -205,6 +207,11 @@ class Vllm:
 class Quack:
     """quack's gemm_w4a16, where it is installed."""
 
+    name = "quack 0.6.5"
+
+    def has(self, k: int, n: int, m: int) -> bool:
+        return True
+
     def __init__(self) -> None:
         formats = importlib.import_module("quack.operand_transform.formats")
         self.gemm = importlib.import_module("quack.gemm_w4").gemm_w4a16
@@ -212,6 +219,7 @@ class Quack:
 
     def layer(self, k: int, n: int, copies: int) -> None:
         codes = self.format.quantize_reference(torch.randn(n, k, device="cuda") * 0.02)[:2]
+        self.dense = self.format.dequant_reference(*codes)
         blob, scale = self.format.prepare(*codes)
         self.weights = [(blob.clone(), scale.clone()) for _ in range(copies)]
 
@@ -220,6 +228,10 @@ class Quack:
             return lambda: self.gemm(act, blob, scale, wformat="int4")
 
         return [call(*w) for w in self.weights[:count]]
+
+    def error(self, act: torch.Tensor) -> float:
+        want = act.float() @ self.dense.float().T
+        return float((self.calls(act, 1)[0]().float() - want).norm() / want.norm())
 
 
 def versions() -> dict[str, str]:
@@ -279,19 +291,22 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, help="folder of w4a16.jsonl")
     parser.add_argument("--vllm-library", type=pathlib.Path)
+    parser.add_argument("--quack-kernels", type=pathlib.Path)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES))
     parser.add_argument("--invariant", action="store_true", help="also time batch invariance")
     parser.add_argument("--both", action="store_true", help="also the way of copying not in use")
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of measuring a cell")
     parser.add_argument("--commit")
+    parser.add_argument("--run", help="id of the rows, where a run is cut into several calls")
     return parser.parse_args()
 
 
-def peers_of(args: argparse.Namespace) -> tuple[Vllm | None, Quack | None]:
+def peers_of(args: argparse.Namespace) -> tuple[Vllm | None, Quack | Exported | None]:
     vllm = Vllm(args.vllm_library) if args.vllm_library else None
-    quack = Quack() if importlib.util.find_spec("quack") else None
-    return vllm, quack
+    if importlib.util.find_spec("quack"):
+        return vllm, Quack()
+    return vllm, Exported(args.quack_kernels) if args.quack_kernels else None
 
 
 def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple) -> list[dict]:
@@ -321,8 +336,10 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
         if vllm is not None:
             wanted["marlin (vllm 0.33.0)"] = vllm.marlin_calls(act, count)
             wanted["machete (vllm 0.33.0)"] = vllm.machete_calls(act, count)
-        if quack is not None:
-            wanted["quack 0.6.5"] = quack.calls(act, count)
+        if quack is not None and quack.has(k, n, m):
+            wanted[quack.name] = quack.calls(act, count)
+            wrong = quack.error(act)
+            assert wrong < 1e-2, (quack.name, k, n, m, wrong)
         timed = {name: capture(calls) for name, calls in wanted.items()}
         rows = [row_of(i, run, m, k, n, us) for i, us in measure(timed, args.milliseconds).items()]
         for row in rows:
@@ -336,7 +353,7 @@ def shape_rows(args: argparse.Namespace, k: int, n: int, run: str, peers: tuple)
 
 def main() -> None:
     args = parse()
-    run = uuid.uuid4().hex[:12]
+    run = args.run or uuid.uuid4().hex[:12]
     peers = peers_of(args)
     common = {
         "commit": commit(args.commit),

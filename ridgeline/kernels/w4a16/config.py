@@ -7,7 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ridgeline.kernels.w4a16.tiles import KIND, SCALE_KIND, DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles import (
+    KIND,
+    SCALE_KIND,
+    DecodeConfig,
+    MatmulConfig,
+    StreamConfig,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +74,17 @@ class DecodeLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLaunch:
+    """A kernel with clusters along K and how it is launched."""
+
+    config: StreamConfig
+    columns: int
+    """Blocks along the outputs; times `config.cluster` along K."""
+    steps: int
+    """Of config.step_k inputs, a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulLaunch:
     """A WGMMA kernel and how it is launched."""
 
@@ -117,7 +134,7 @@ _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
 _SMALL_LAYER_BYTES = 12e6
-_SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024}
+_SMEM_BYTES = {1: 226 * 1024, 2: 113 * 1024, 3: 75 * 1024, 4: 56 * 1024}
 _STREAM_BYTES_PER_CYCLE = 18.0
 """An SM's share of the bandwidth of an H200's memory at 1.75 GHz."""
 _L2_BYTES_PER_CYCLE = 40.0
@@ -300,6 +317,46 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
     )
 
 
+# Where clusters along K beat the other kernels: (k, n, most rows: 4, 8 or 16) -> (warps along K,
+# along outputs, tiles a warp, blocks of a cluster, stages, stages of activations, blocks an SM).
+# One H200, 2026-11-30, microseconds with / without: 4.6 / 5.1 and 5.6 / 6.8.
+_MEASURED_STREAMS = {
+    (4096, 4096, 8): (8, 1, 1, 2, 2, 2, 3),
+    (4096, 4096, 16): (8, 1, 1, 2, 2, 2, 2),
+}
+
+
+@functools.cache
+def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLaunch | None:
+    """Kernel and grid for at most 16 rows of a layer that was timed with clusters along K, or
+    None."""
+    rows = next(rows for rows in (4, 8, DECODE_ROWS) if m <= rows)
+    plan = _MEASURED_STREAMS.get((k, n, rows)) if sms == _MEASURED_SMS else None
+    if plan is None:
+        return None
+    k_warps, n_warps, tiles, cluster, stages, act_stages, blocks_per_sm = plan
+    config = StreamConfig(
+        kind=traits.kind,
+        scale=traits.scale,
+        symmetric=traits.symmetric,
+        packed_group=traits.packed_group,
+        silu_mul=traits.silu_mul,
+        nt=-(-rows // 8),
+        k_warps=k_warps,
+        n_warps=n_warps,
+        tiles=tiles,
+        cluster=cluster,
+        stages=stages,
+        act_stages=act_stages,
+        blocks_per_sm=blocks_per_sm,
+    )
+    whole = k % (cluster * config.step_k) == 0 and n % config.block_n == 0
+    if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:
+        return None
+    steps = k // (cluster * config.step_k)
+    return StreamLaunch(config=config, columns=n // config.block_n, steps=steps)
+
+
 @functools.cache
 def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLaunch:
     """Kernel and grid for m rows of a layer with padded n and k: what was timed for it, else by a
@@ -391,16 +448,26 @@ def traits_for(problem: W4A16Problem) -> Traits:
     )
 
 
-def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | MatmulLaunch:
+def rows_launch(
+    traits: Traits, m: int, n: int, k: int, sms: int, invariant: bool
+) -> DecodeLaunch | StreamLaunch | MatmulLaunch:
+    """What m rows of a layer with padded n and k are launched with, 16 rows at a time if
+    `invariant` (then nothing depends on m)."""
+    if invariant or m <= DECODE_ROWS:
+        found = stream_launch(traits, DECODE_ROWS if invariant else m, n, k, sms)
+        if found is not None:
+            return found
+    if invariant or uses_decode(m, n, k):
+        return decode_launch(traits, min(m, DECODE_ROWS), n, k, sms, invariant)
+    return matmul_launch(traits, m, n, k, sms)
+
+
+def launch_for(problem: W4A16Problem, arch: Arch) -> DecodeLaunch | StreamLaunch | MatmulLaunch:
     """What the Hopper implementation launches for a problem (for `explain`)."""
     traits = traits_for(problem)
     align = math.lcm(128, traits.packed_group or 128)
     n, k = -(-problem.n // 32) * 32, -(-problem.k // align) * align
-    m = max(problem.m, 1)
-    if problem.batch_invariant or uses_decode(m, n, k):
-        rows = min(m, DECODE_ROWS)
-        return decode_launch(traits, rows, n, k, arch.num_units, problem.batch_invariant)
-    return matmul_launch(traits, m, n, k, arch.num_units)
+    return rows_launch(traits, max(problem.m, 1), n, k, arch.num_units, problem.batch_invariant)
 
 
 def launch_for_triton(problem: W4A16Problem, arch: Arch) -> TritonConfig:

@@ -216,18 +216,19 @@ class Rows:
 
 
 def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x_MK sorted by group -> x_MS: behind each group's inputs minus their sum."""
+    """x_MK sorted by group -> x_MS: behind each group's inputs minus their sum.
+
+    The result is the calling thread's until its next call."""
     sizes_R, R = bags.sizes_R, len(bags.sizes_R)
     size = int(sizes_R[0])
     if size and bool((sizes_R == size).all()):
-        minus = torch.full((size,), -1.0)
+        minus, shape = torch.full((size,), -1.0), (rows * R, size)
 
         def even(x_MK: torch.Tensor) -> torch.Tensor:
-            x_MS = torch.empty(rows * R, size + 1)
-            inputs = x_MS[:, :size]
-            inputs.copy_(x_MK.view(rows * R, size))
-            torch.mv(inputs, minus, out=x_MS[:, size])
-            return x_MS.view(rows, -1)
+            x_MS, inputs, sums = _with_sums(rows, R, size)
+            inputs.copy_(x_MK.view(shape))
+            torch.mv(inputs, minus, out=sums)
+            return x_MS
 
         return even
     order_S = _interleaved(sizes_R)
@@ -239,6 +240,18 @@ def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Te
         return torch.index_select(torch.cat([x_MK, -torch.stack(sums)], dim=1), 1, order_S)
 
     return uneven
+
+
+def _with_sums(rows: int, groups: int, size: int) -> tuple[torch.Tensor, ...]:
+    """The calling thread's activations with a sum behind each group: (x_MS, the inputs, the sums),
+    views of one memory. Made anew, they cost as much as filling them."""
+    if (made := getattr(_of_thread, "with_sums", None)) is None:
+        made = _of_thread.with_sums = {}
+    if (found := made.get((rows, groups, size))) is None:
+        with torch.inference_mode(False):
+            x = torch.empty(rows * groups, size + 1)
+            found = made[rows, groups, size] = (x.view(rows, -1), x[:, :size], x[:, size])
+    return found
 
 
 def read_bytes(bags: Bags) -> int:

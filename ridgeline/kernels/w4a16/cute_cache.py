@@ -13,11 +13,20 @@ import json
 from pathlib import Path
 
 from ridgeline.core import env
-from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig, StreamConfig
 
 ARCHITECTURE = "sm_90a"
 RUNTIME = "libcute_dsl_runtime.so"
-_SOURCES = ("tiles.py", "cute_decode.py", "cute_matmul.py", "cute_epilogue.py", "cute_ptx.py")
+_SOURCES = (
+    "tiles.py",
+    "cute_decode.py",
+    "cute_stream.py",
+    "cute_matmul.py",
+    "cute_epilogue.py",
+    "cute_ptx.py",
+)
+_FAMILIES = {DecodeConfig: "decode", StreamConfig: "stream", MatmulConfig: "matmul"}
+Config = DecodeConfig | StreamConfig | MatmulConfig
 
 
 @functools.cache
@@ -34,11 +43,10 @@ def cache_folder() -> Path:
     return env.cache_dir() / "cute" / f"w4a16-{ARCHITECTURE}-{_digest()}"
 
 
-def kernel_name(config: DecodeConfig | MatmulConfig) -> str:
+def kernel_name(config: Config) -> str:
     """A C symbol naming one kernel."""
     text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-    family = "decode" if isinstance(config, DecodeConfig) else "matmul"
-    return f"w4a16_{family}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"w4a16_{_FAMILIES[type(config)]}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def can_run() -> bool:

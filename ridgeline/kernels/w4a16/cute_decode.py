@@ -100,35 +100,27 @@ def load_zeros(address, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def issue_stage(state, slot_addr, mbar, lane, src, cfg: cutlass.Constexpr):
-    """Let lane 0 start the copies of one stage; state = (tile, unit) to fetch, or past the end."""
+def issue_stage(state, slot_addr, mbar, src, cfg: cutlass.Constexpr):
+    """Let one thread start the copies of a stage: its codes, scales and zero points; state =
+    (tile, unit) to fetch, or past the end.
+
+    Elected, not a lane under a predicate: that becomes a loop over lanes, six instructions a copy.
+    """
     tile, unit = state
-    tiles = src[3]
-    if cutlass.const_expr(cfg.lean):
-        if tile < tiles:
-            with cute.arch.elect_one():
-                start_copies(tile, unit, slot_addr, mbar, Int32(1), src, cfg)
-    else:
-        pred = Int32(lane == 0) & Int32(tile < tiles)
-        start_copies(tile, unit, slot_addr, mbar, pred, src, cfg)
-
-
-@cute.jit
-def start_copies(tile, unit, slot_addr, mbar, pred, src, cfg: cutlass.Constexpr):
-    """Announce a stage's bytes and start the copies of its codes, scales and zero points."""
     words, scales, zeros, tiles, chunks, groups = src
-    ptx.mbar_expect(mbar, cfg.stage_bytes, pred)
-    block = Int64(tile) * chunks + unit * cfg.stage_chunks
-    ptx.bulk_load(slot_addr, words + block * 1024, cfg.code_bytes, mbar, pred)
-    group = Int64(tile) * groups
-    if cutlass.const_expr(not cfg.per_channel):
-        group = group + unit * cfg.stage_groups
-    ptx.bulk_load(
-        slot_addr + cfg.code_bytes, scales + group * cfg.scale_row, cfg.scale_bytes, mbar, pred
-    )
-    if cutlass.const_expr(not cfg.symmetric):
-        at = slot_addr + cfg.code_bytes + cfg.scale_bytes
-        ptx.bulk_load(at, zeros + group * 32, cfg.zero_bytes, mbar, pred)
+    if tile < tiles:
+        with cute.arch.elect_one():
+            ptx.mbar_expect(mbar, cfg.stage_bytes, Int32(1))
+            block = Int64(tile) * chunks + unit * cfg.stage_chunks
+            ptx.bulk_load(slot_addr, words + block * 1024, cfg.code_bytes, mbar, Int32(1))
+            group = Int64(tile) * groups
+            if cutlass.const_expr(not cfg.per_channel):
+                group = group + unit * cfg.stage_groups
+            at = slot_addr + cfg.code_bytes
+            ptx.bulk_load(at, scales + group * cfg.scale_row, cfg.scale_bytes, mbar, Int32(1))
+            if cutlass.const_expr(not cfg.symmetric):
+                at = slot_addr + cfg.code_bytes + cfg.scale_bytes
+                ptx.bulk_load(at, zeros + group * 32, cfg.zero_bytes, mbar, Int32(1))
 
 
 @cute.jit
@@ -138,9 +130,11 @@ def load_activations(act, act_smem, pitch, mbar, lane, rows, cfg: cutlass.Conste
     have = cutlass.min(cutlass.max(K - k0, 0), span)
     ptx.mbar_expect(mbar, have * 2 * M, Int32(lane == 0))
     cute.arch.sync_warp()
-    for m in cutlass.range(lane, M, 32, unroll=1):
-        source = act + (Int64(m) * stride + k0) * 2
-        ptx.bulk_load_kept(act_smem + m * pitch, source, have * 2, mbar, Int32(have > 0))
+    if have > 0:
+        with cute.arch.elect_one():
+            for m in cutlass.range(0, M, 1, unroll=1):
+                source = act + (Int64(m) * stride + k0) * 2
+                ptx.bulk_load_kept(act_smem + m * pitch, source, have * 2, mbar, Int32(1))
     pad = (span - have) // 8
     for j in cutlass.range(lane, pad * M, 32, unroll=1):
         ptx.sts128_zero(act_smem + (j // pad) * pitch + (have + (j % pad) * 8) * 2)
@@ -390,7 +384,6 @@ def decode_kernel(
                 (fetch_tile, unit0 + fetch_unit),
                 ring + i * cfg.slot_bytes,
                 bars + i * 8,
-                lane,
                 src,
                 cfg,
             )
@@ -436,7 +429,6 @@ def decode_kernel(
                     (fetch_tile, unit0 + fetch_unit),
                     ring + slot * cfg.slot_bytes,
                     bars + slot * 8,
-                    lane,
                     src,
                     cfg,
                 )

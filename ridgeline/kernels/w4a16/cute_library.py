@@ -25,17 +25,24 @@ import tvm_ffi
 from ridgeline.core import env
 from ridgeline.core.errors import UserError
 from ridgeline.core.files import atomic_path
-from ridgeline.kernels.w4a16.cute_cache import ARCHITECTURE, RUNTIME, cache_folder, kernel_name
-from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.cute_cache import (
+    ARCHITECTURE,
+    RUNTIME,
+    Config,
+    cache_folder,
+    kernel_name,
+)
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig, StreamConfig
 
 _TRACERS = {
     DecodeConfig: "ridgeline.kernels.w4a16.cute_decode",
+    StreamConfig: "ridgeline.kernels.w4a16.cute_stream",
     MatmulConfig: "ridgeline.kernels.w4a16.cute_matmul",
 }
 
 
 @functools.cache
-def kernel(config: DecodeConfig | MatmulConfig) -> Callable[..., None]:
+def kernel(config: Config) -> Callable[..., None]:
     """The callable kernel, compiled if the cache does not have it.
 
     Raises: UserError where it has to be compiled and the DSL is not installed.
@@ -45,11 +52,11 @@ def kernel(config: DecodeConfig | MatmulConfig) -> Callable[..., None]:
         if _linker() is None:
             return _trace(config)
         compile_kernel(config)
-    _load_runtime()
+    load_runtime()
     return tvm_ffi.load_module(str(path))[kernel_name(config)]
 
 
-def compile_kernel(config: DecodeConfig | MatmulConfig) -> Path:
+def compile_kernel(config: Config) -> Path:
     """Make sure that a kernel is in the cache; needs the DSL and a linker, no GPU."""
     path = cache_folder() / f"{kernel_name(config)}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +68,7 @@ def compile_kernel(config: DecodeConfig | MatmulConfig) -> Path:
     return path
 
 
-def _trace(config: DecodeConfig | MatmulConfig) -> Any:
+def _trace(config: Config) -> Any:
     if importlib.util.find_spec("cutlass") is None:
         raise UserError(
             "w4a16: compiling a Hopper kernel needs the package nvidia-cutlass-dsl; install "
@@ -98,5 +105,6 @@ def _runtime() -> Path:
 
 
 @functools.cache
-def _load_runtime() -> None:
+def load_runtime() -> None:
+    """Load what every kernel of the DSL is linked against."""
     ctypes.CDLL(str(_runtime()), mode=ctypes.RTLD_GLOBAL)

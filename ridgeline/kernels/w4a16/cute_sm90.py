@@ -1,9 +1,9 @@
-"""W4A16 on Hopper: the host side of the two CuTe DSL kernels over the one packed layout.
+"""W4A16 on Hopper: the host side of three CuTe DSL kernels over the one packed layout.
 
 Up to 8 rows, and up to 16 of all but large layers: cute_decode (bound by the bytes of the packed
-weight). Else cute_matmul (WGMMA with the weights as the register operand). `batch_invariant`:
-cute_decode for any number of rows, 16 at a time, with one split of K whatever their number, so a
-row's bits depend on that row alone.
+weight), or cute_stream where it was timed faster. Else cute_matmul (WGMMA with the weights as the
+register operand). `batch_invariant`: one of the first two for any number of rows, 16 at a time,
+launched alike whatever their number, so a row's bits depend on that row alone.
 
 Kernels are compiled once per config and kept in the user cache (cute_library).
 """
@@ -23,11 +23,10 @@ from ridgeline.kernels.w4a16.config import (
     DECODE_ROWS,
     DecodeLaunch,
     MatmulLaunch,
+    StreamLaunch,
     Traits,
-    decode_launch,
-    matmul_launch,
+    rows_launch,
     traits_of,
-    uses_decode,
 )
 from ridgeline.kernels.w4a16.layout import (
     PackedW4,
@@ -101,21 +100,19 @@ def forward(
     columns = prepared.columns
     out_MN = act_MK.new_empty(M, columns + -columns % 8)[:, :columns]
     bias_N = bias_N.contiguous() if bias_N is not None else None
+    traits = traits_of(packed, act_MK.dtype, prepared.silu_mul)
+    sms = num_sms(act_MK.device.index)
+    launch = rows_launch(traits, M, packed.n_padded, packed.k_padded, sms, batch_invariant)
     with torch.cuda.device(act_MK.device):
-        if not batch_invariant and not uses_decode(M, packed.n_padded, packed.k_padded):
-            matmul(act_MK, packed, bias_N, out_MN, counters, silu_mul=prepared.silu_mul)
+        if isinstance(launch, MatmulLaunch):
+            matmul(act_MK, packed, bias_N, out_MN, counters, launch)
         else:
             for first in range(0, M, DECODE_ROWS):
-                rows = slice(first, first + DECODE_ROWS)
-                decode(
-                    act_MK[rows],
-                    packed,
-                    bias_N,
-                    out_MN[rows],
-                    counters,
-                    invariant=batch_invariant,
-                    silu_mul=prepared.silu_mul,
-                )
+                act_mK, out_mN = act_MK[first : first + DECODE_ROWS], out_MN[first:]
+                if isinstance(launch, StreamLaunch):
+                    stream(act_mK, packed, bias_N, out_mN, launch)
+                else:
+                    decode(act_mK, packed, bias_N, out_mN, counters, launch)
     return out_MN.contiguous()
 
 
@@ -133,17 +130,10 @@ def decode(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     counters: torch.Tensor,
-    *,
-    invariant: bool = False,
-    silu_mul: bool = False,
-    launch: DecodeLaunch | None = None,
+    launch: DecodeLaunch,
 ) -> None:
     """Write out_MN for at most 16 rows."""
     M, K = act_MK.shape
-    traits = traits_of(packed, act_MK.dtype, silu_mul)
-    launch = launch or decode_launch(
-        traits, M, packed.n_padded, packed.k_padded, num_sms(act_MK.device.index), invariant
-    )
     config = launch.config
     workspace = act_MK.new_empty(launch.workspace_floats, dtype=torch.float32)
     cute_library.kernel(config)(
@@ -172,21 +162,41 @@ def decode(
     )
 
 
+def stream(
+    act_MK: torch.Tensor,
+    packed: PackedW4,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    launch: StreamLaunch,
+) -> None:
+    """Write out_MN for at most 16 rows."""
+    cute_library.kernel(launch.config)(
+        packed.word_TCrli.data_ptr(),
+        packed.scale_TRgj.data_ptr(),
+        _address(packed.zero_TRgj),
+        out_MN.data_ptr(),
+        _address(bias_N),
+        act_MK.shape[0],
+        packed.n,
+        packed.word_TCrli.shape[1],
+        packed.scale_TRgj.shape[1],
+        out_MN.stride(0),
+        launch.columns,
+        launch.steps,
+        act_MK,
+        _stream(),
+    )
+
+
 def matmul(
     act_MK: torch.Tensor,
     packed: PackedW4,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     counters: torch.Tensor,
-    *,
-    silu_mul: bool = False,
-    launch: MatmulLaunch | None = None,
+    launch: MatmulLaunch,
 ) -> None:
     """Write out_MN for any number of rows."""
-    traits = traits_of(packed, act_MK.dtype, silu_mul)
-    launch = launch or matmul_launch(
-        traits, act_MK.shape[0], packed.n_padded, packed.k_padded, num_sms(act_MK.device.index)
-    )
     workspace = act_MK.new_empty(launch.workspace_floats, dtype=torch.float32)
     T = packed.word_TCrli.shape[0]
     scale = packed.scale_TRgj.view(T, -1)
@@ -209,13 +219,7 @@ def matmul(
 
 def kernels_for(traits: Traits, n: int, k: int, rows: range, sms: int) -> set:
     """Configs that a layer can ask for with these numbers of rows (to compile them ahead)."""
-    found = set()
-    for m in rows:
-        if uses_decode(m, n, k):
-            found.add(decode_launch(traits, m, n, k, sms, False).config)
-        else:
-            found.add(matmul_launch(traits, m, n, k, sms).config)
-    return found
+    return {rows_launch(traits, m, n, k, sms, False).config for m in rows}
 
 
 @functools.cache

@@ -39,8 +39,7 @@ class DecodeConfig:
     pdl: bool = True
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
-    """Activations by TMA tiles of 8 nt rows (instead of a copy a row), copies issued by an elected
-    thread (instead of a predicated lane)."""
+    """Activations by TMA tiles of 8 nt rows, instead of a copy a row."""
 
     @property
     def per_channel(self) -> bool:
@@ -153,6 +152,150 @@ class DecodeConfig:
     def act_chunk_bytes(self) -> int:
         """64 inputs of 8 nt rows of activations (lean)."""
         return 1024 * self.nt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """What the kernel with clusters along K is compiled for (its cache key)."""
+
+    kind: str
+    """Activations: "bf16" or "f16"."""
+    scale: str
+    """Stored scales: "bf16", "f16" or "f32"."""
+    symmetric: bool
+    packed_group: int
+    """32, 64, 128, 256, or 0 for one scale along K."""
+    nt: int
+    """Columns of 8 rows of activations: M <= 8 nt; 1 or 2."""
+    k_warps: int
+    """Warps along K ..."""
+    n_warps: int
+    """... and along the outputs of a block."""
+    tiles: int
+    """Of 32 outputs a warp."""
+    cluster: int
+    """Blocks along K: all of it; 1 to 8."""
+    stages: int
+    """Steps of k_warps units whose codes are in flight ..."""
+    act_stages: int
+    """... and whose activations are; at most `stages`."""
+    blocks_per_sm: int = 2
+    silu_mul: bool = False
+    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
+    pdl: bool = True
+
+    @property
+    def per_channel(self) -> bool:
+        return self.packed_group == 0
+
+    @property
+    def unit_k(self) -> int:
+        """Inputs that a warp takes at once."""
+        return max(128, self.packed_group)
+
+    @property
+    def unit_chunks(self) -> int:
+        return self.unit_k // 64
+
+    @property
+    def flush_k(self) -> int:
+        """Inputs between two uses of the scale."""
+        return self.packed_group or 128
+
+    @property
+    def unit_groups(self) -> int:
+        """Scale rows a unit brings."""
+        return 1 if self.per_channel else self.unit_k // self.flush_k
+
+    @property
+    def step_k(self) -> int:
+        """Inputs of a block's step."""
+        return self.k_warps * self.unit_k
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a block."""
+        return 32 * self.n_warps * self.tiles
+
+    @property
+    def num_warps(self) -> int:
+        return self.k_warps * self.n_warps
+
+    @property
+    def scale_row(self) -> int:
+        """Bytes of the scales of 32 outputs."""
+        return 32 * SCALE_WIDTH[self.scale]
+
+    @property
+    def code_bytes(self) -> int:
+        """Of 32 outputs x a unit."""
+        return self.unit_chunks * 1024
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.unit_groups * self.scale_row
+
+    @property
+    def zero_bytes(self) -> int:
+        return 0 if self.symmetric else self.unit_groups * 32
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.code_bytes + self.scale_bytes + self.zero_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """32 outputs x a unit in shared memory; a warp's sums of a tile take the same place."""
+        return -(-max(self.tile_bytes, 1024 * self.nt) // 128) * 128
+
+    @property
+    def warp_bytes(self) -> int:
+        return self.stages * self.tiles * self.slot_bytes
+
+    @property
+    def sum_factor(self) -> float:
+        """What the sum of activations is kept times."""
+        offset = -8.0 if self.symmetric else -1.0
+        return offset if self.kind == "bf16" else offset * 2.0**-24
+
+    @property
+    def act_chunk_bytes(self) -> int:
+        """64 inputs of 8 nt rows of activations."""
+        return 1024 * self.nt
+
+    @property
+    def act_slot_bytes(self) -> int:
+        return self.unit_chunks * self.act_chunk_bytes
+
+    @property
+    def fragments(self) -> int:
+        """Of 16 outputs x 8 rows a block."""
+        return self.n_warps * self.tiles * 2 * self.nt
+
+    @property
+    def share(self) -> int:
+        """Fragments that a block of the cluster finishes, at most."""
+        return -(-self.fragments // self.cluster)
+
+    @property
+    def dynamic_offset(self) -> int:
+        """Where activations start, behind the barriers."""
+        bars = self.num_warps * self.tiles * self.stages + 2 * self.k_warps * self.act_stages
+        return -(-bars * 8 // 1024) * 1024
+
+    @property
+    def codes_offset(self) -> int:
+        return self.dynamic_offset + self.k_warps * self.act_stages * self.act_slot_bytes
+
+    @property
+    def received_offset(self) -> int:
+        return self.codes_offset + self.num_warps * self.warp_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Barriers, activations, codes, what the cluster's blocks send."""
+        received = self.cluster * self.share * 512 if self.cluster > 1 else 0
+        return self.received_offset + received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

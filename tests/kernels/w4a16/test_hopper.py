@@ -71,6 +71,26 @@ def test_matmul_launches_fit_and_cover(group, kind, scale):
                 assert launch.blocks == tiles * config.cluster and launch.waves == 0
 
 
+@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
+@pytest.mark.parametrize(("kind", "scale"), [("bf16", "bf16"), ("f16", "f32")])
+def test_streams_fit_and_cover(group, kind, scale):
+    for k, n, rows in configs._MEASURED_STREAMS:
+        plain = configs.stream_launch(traits(128, scale="bf16"), rows, n, k, SMS)
+        assert plain is not None, (k, n, rows)
+        found = configs.stream_launch(traits(group, kind == "bf16", kind, scale), rows, n, k, SMS)
+        for launch in (plain, found) if found is not None else (plain,):
+            config = launch.config
+            assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm
+            assert config.nt == -(-rows // 8) and 1 <= config.cluster <= 8
+            assert launch.columns * config.block_n == n
+            assert launch.steps * config.step_k * config.cluster == k
+            assert launch.columns * config.cluster <= SMS * config.blocks_per_sm
+            # a warp's sums of a tile find room where its codes lay; TMA's swizzle, bulk copies
+            assert config.slot_bytes >= 1024 * config.nt and config.slot_bytes % 128 == 0
+            assert config.dynamic_offset % 1024 == config.act_slot_bytes % 1024 == 0
+        assert configs.stream_launch(traits(group), rows, n, k, SMS - 1) is None
+
+
 def test_measured_choices():
     """The plan of a layer that another would cost most on (docs/log/w4a16.md)."""
     kind = traits(128, scale="bf16")
@@ -128,6 +148,17 @@ def test_scales_beyond_the_range_are_refused():
 def test_invariant_launch_ignores_rows():
     found = {configs.decode_launch(traits(128), m, 4096, 4096, SMS, True) for m in range(1, 17)}
     assert len(found) == 1
+    kind = traits(128, scale="bf16")
+    for n, k in ((4096, 4096), (14336, 4096)):
+        found = {configs.rows_launch(kind, m, n, k, SMS, True) for m in range(1, 40)}
+        assert len(found) == 1
+    small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
+    assert [type(launch) for launch in small] == [
+        configs.DecodeLaunch,
+        configs.StreamLaunch,
+        configs.StreamLaunch,
+        configs.MatmulLaunch,
+    ]
 
 
 def test_explain_gives_the_launch():
@@ -229,6 +260,32 @@ class TestOnHopper:
             assert torch.equal(whole[row : row + 1], one)
         some = forward(act[3:12], prepared, None, batch_invariant=True)
         assert torch.equal(whole[3:12], some)
+
+    @pytest.mark.parametrize("plan", [(4, 2, 2, 2, 2, 1, 2), (2, 1, 1, 4, 2, 2, 2)])
+    def test_clusters_along_k(self, kind, plan, monkeypatch):
+        n, k = 508, 2048
+        monkeypatch.setattr(
+            configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
+        )
+        monkeypatch.setattr(
+            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (4, 8, 16)}
+        )
+        configs.stream_launch.cache_clear()
+        weight, prepared, forward = on_gpu(*kind, n, k)
+        for m in (1, 8, 13, 16):
+            act = torch.randn(m, k, device="cuda").to(prepared.dtype)
+            bias = torch.randn(n, device="cuda").to(prepared.dtype)
+            out = forward(act, prepared, bias)
+            check(out, act, weight, bias, prepared.dtype)
+            assert torch.equal(out, forward(act, prepared, bias))
+            picked = torch.randint(0, k, (m,))
+            hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
+            hot[torch.arange(m), picked] = 1
+            want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
+            assert torch.equal(forward(hot, prepared, None), want)
+        whole = forward(act, prepared, None, batch_invariant=True)
+        assert torch.equal(whole[3:4], forward(act[3:4], prepared, None, batch_invariant=True))
+        configs.stream_launch.cache_clear()
 
     def test_strided_rows_and_graph(self, kind):
         weight, prepared, forward = on_gpu(*kind, 256, 512)
