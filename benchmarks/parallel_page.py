@@ -70,13 +70,19 @@ def exact_table(rows: list[Row]) -> str:
                     of += f"; fp32, DP {told['gradient_control']:.1e} ({told['gradient']})"
             body.append(
                 (
-                    row["gpu"], layout_text(row["layout"]), text, of,
+                    exact_gpus(row), layout_text(row["layout"]), text, of,
                     attention or "-", "yes" if told["ok"] else "**no**",
                     row["commit"][:8],
                 )
             )  # fmt: skip
     header = ("GPUs", "layout", "largest difference", "against", "attention", "agrees", "commit")
     return markdown(header, body) if body else ""
+
+
+def exact_gpus(row: Row) -> str:
+    """Which GPUs, and where several ranks shared one."""
+    ranks = row.get("ranks_on_a_gpu")
+    return row["gpu"] if ranks is None else f"{row['gpu']}, shared by {ranks} ranks (gloo)"
 
 
 def is_exact(row: Row) -> bool:
@@ -121,6 +127,7 @@ def origin(rows: list[Row]) -> str:
     """Where timed rows come from."""
     seen = dict.fromkeys(
         f"{gpu_text(row)}, {row['date'][:10]}, {row['commit'][:8]}, PyTorch "
-        f"{row['versions']['torch']}" for row in rows
+        f"{row['versions']['torch']}"
+        f"{', attention ' + row['attention'] if 'attention' in row else ''}" for row in rows
     )  # fmt: skip
     return f"Measured: {'; '.join(seen)}. MFU over {rows[0]['ceiling']}."

@@ -41,12 +41,14 @@ from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
 from ridgeline.parallel.loss import token_logprobs
 from ridgeline.train.presets import preset
+from ridgeline.train.scoring import log_probabilities
 
 PARTS = ("decode", "load", "peer", "agreement")
 KINDS = ("bf16", "w4a16")
-PEERS = ("ridgeline_flash", "sdpa")
+PEERS = ("ridgeline_flash2", "ridgeline_flash", "sdpa")
 """Attention of Transformers' continuous batching: this package's kernels behind its FlashAttention
-wrapper, and what it takes by itself where no FlashAttention is installed."""
+wrapper (with a 2 in the name it reads decode steps' keys in their pages, as it would with
+FlashAttention 2 or 3), and what it takes by itself where no FlashAttention is installed."""
 STEP_TOKENS = 8192
 """Of our engine under load: prompts of all requests wait, so few large steps are best. The default
 (2048) is for clients that read along."""
@@ -101,6 +103,7 @@ class _Bench:
         if "agreement" in chosen:
             self.weights.cache_clear()
             yield "agreement", self.agreement
+            yield "agreement, batch-invariant", self.invariant_agreement
 
     @functools.cache  # noqa: B019  # lives as long as the process
     def weights(self, kind: str) -> Weights:
@@ -150,7 +153,7 @@ class _Bench:
         values |= {"graph_ms": _graph_ms(llm), "matmul": _kernel_of(self.weights(kind))}
         if llm.runner.graphs is not None:
             graphs = llm.runner.graphs
-            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.items()}}
+            values |= {"ways_ms": {k: round(v, 4) for k, v in graphs.times_ms.get(1, {}).items()}}
             values |= {"refused": graphs.refused, "tiles": _tiles(llm)}
             values |= {"started_ahead": graphs.started_ahead, "used_ahead": graphs.used_ahead}
         return self.row("ridgeline", kind, values)
@@ -188,12 +191,13 @@ class _Bench:
         import transformers
 
         args = self.args
-        if attention == "ridgeline_flash":
+        if attention in hf.PACKAGE_NAMES:
             hf.enable()
         model = throughput.transformers_model(self.shape, self.device, torch.bfloat16, attention)
         run, used = throughput.theirs(model, self.load, args.peer_limit_s)
         values = {**run.values(), "load": self.load.described()}
-        values |= {"matmul": "cublas", "attention": used, "limit_s": args.peer_limit_s}
+        values |= {"matmul": "cublas", **used, "limit_s": args.peer_limit_s}
+        print(used, flush=True)
         impl = f"transformers {transformers.__version__} continuous batching"
         return _of_many(self.row(f"{impl}, {attention}", "bf16", values))
 
@@ -228,6 +232,37 @@ class _Bench:
         values = {"rms_nats": _rms(gaps), "floor_nats": _rms(floor), "tokens": len(gaps)}
         values |= {"max_nats": round(max(map(abs, gaps)), 6)}
         values |= {"check": "engine against trainer, log-probabilities"}
+        name = f"llama-8b shape, {shape.num_layers} layers, random weights"
+        return row_of(args, "ridgeline", model=name, weights="bf16", dtype="bfloat16", **values)
+
+    def invariant_agreement(self) -> dict[str, Any]:
+        """The same where both compute every row alike (nn/invariant.py): sampled token by token by
+        the engine, in a batch; whole texts, one by one, by the trainer."""
+        args = self.args
+        shape = replace(self.shape, num_layers=min(8, self.shape.num_layers))
+        model, longest = _random_decoder(shape, self.device), 512
+        config = EngineConfig(
+            max_model_len=longest, max_num_seqs=8, num_pages=512, batch_invariant=True
+        )
+        params = SamplingParams(
+            temperature=1.0,
+            seed=1,
+            max_tokens=16 if args.trial else 64,
+            logprobs=0,
+            ignore_eos=True,
+        )
+        prompts = [[(31 * i + 7 * n) % 250 for i in range(n)] for n in (5, 64, 128, 300)]
+        gaps: list[float] = []
+        for made in LLM(model, config).generate(prompts, params):
+            choice, first = made.choices[0], len(made.prompt_ids)
+            own = log_probabilities(
+                model, made.prompt_ids + choice.token_ids, batch_invariant=True, max_len=longest
+            )[first - 1 :]
+            told = torch.tensor([t.logprob for t in choice.logprobs or []], device=own.device)
+            gaps += (told - own).tolist()
+        values = {"rms_nats": _rms(gaps), "tokens": len(gaps)}
+        values |= {"max_nats": round(max(map(abs, gaps)), 6)}
+        values |= {"check": "engine against trainer, log-probabilities, both batch-invariant"}
         name = f"llama-8b shape, {shape.num_layers} layers, random weights"
         return row_of(args, "ridgeline", model=name, weights="bf16", dtype="bfloat16", **values)
 

@@ -145,12 +145,19 @@ def transformers_model(
     return model.eval()
 
 
-def theirs(model: Any, load: Load, limit_s: float) -> tuple[Run, str]:
-    """The load through Transformers' continuous batching, warmed up, and its attention; stopped
-    after limit_s, when what unfinished requests have so far counts too."""
+SETTINGS = ("use_cuda_graph", "use_async_batching", "block_size", "num_blocks", "max_batch_tokens")
+SETTINGS += ("max_requests_per_batch", "max_blocks_per_request", "default_compile_level")
+
+
+def theirs(model: Any, load: Load, limit_s: float) -> tuple[Run, dict[str, Any]]:
+    """The load through Transformers' continuous batching, warmed up, with its attention and the
+    settings that it chose for this load; stopped after limit_s, when what unfinished requests have
+    so far counts too."""
     manager = _manager(model, load)
     manager.warmup()
-    used = str(model.config._attn_implementation)
+    chosen = manager.continuous_batching_config
+    used = {"attention": str(model.config._attn_implementation)}
+    used["settings"] = {name: getattr(chosen, name, None) for name in SETTINGS}
     manager.start()
     run = Run(seconds=0.0, tokens=0, finished=0)
     try:

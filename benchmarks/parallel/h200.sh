@@ -26,6 +26,7 @@ FLAGS=(--device "${DEVICE:-cuda}" --out "$OUT")
 
 launch() ( # SECONDS RANKS COMMAND...: the ranks of one run; the first that fails ends the others
     limit=$1 ranks=$2 rc=0
+    [ "${DEVICE:-cuda}" = cpu ] && limit=$((limit * 10))
     shift 2
     port=$((20000 + RANDOM % 20000))
     for ((r = 0; r < ranks; r++)); do

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --parts speed --only DP2 TP4+SP
     torchrun --nproc-per-node 4 benchmarks/parallel/run_3d.py --device cpu --tiny --out /tmp/rows
+    torchrun --nproc-per-node 2 benchmarks/parallel/run_3d.py --share-gpu --parts verify parity
 
 links       bandwidth of the collectives that layouts use, between all ranks
 verify      a tiny model in fp32, every layout against one process, tensor by tensor; on GPUs with
@@ -16,6 +17,9 @@ speed       one row a layout: seconds of a step (median of several), MFU under b
             989 TFLOP/s, peak memory, and where the step's time goes (profiled apart)
 large       the same of a 32B shape under two layouts
 checkpoint  saved under the first layout, read under each other one, compared bit by bit
+
+With --share-gpu all ranks sit on one GPU and talk by gloo through host memory: nothing is timed,
+but layouts are compared on a GPU's kernels where there is but one.
 
 Rows go to <out>/<gpu>x<N>/train.jsonl (one GPU: <out>/<gpu>), each as soon as it is measured.
 Layouts that would not fit are named and left out; a phase that takes longer than --hang-s ends the
@@ -158,6 +162,16 @@ def speed_layouts(ranks: int, cuda: bool) -> list[Layout]:
     return found
 
 
+def compared_layouts(args: argparse.Namespace, ranks: int) -> list[Layout]:
+    """The layouts whose numbers are compared; with --async-tp the reference and those that can
+    overlap tensor parallel."""
+    layouts = parity_layouts(ranks)
+    if not args.async_tp:
+        return layouts
+    able = [x for x in layouts if x.sequence_parallel and x.pp == 1]
+    return [layouts[0], *(replace(x, compile_blocks=True, async_tp=True) for x in able)]
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -167,6 +181,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
     parts = ("links", "verify", "parity", "speed", "large", "checkpoint")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on one GPU, by gloo")
     parser.add_argument("--only", nargs="+", default=(), help="layouts by their printed name")
     parser.add_argument("--model", choices=sorted(PRESETS), default="llama-8b")
     parser.add_argument("--seqlen", type=int, default=8192)
@@ -193,7 +208,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-model", choices=sorted(PRESETS), default="llama-1b")
     parser.add_argument("--checkpoint-dir", type=Path, help="where the checkpoint is written")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.share_gpu and {*args.parts} - {"verify", "parity"}:
+        parser.error("--share-gpu takes --parts verify and parity: the others are timed")
+    return args
 
 
 class Run:
@@ -211,11 +229,13 @@ class Run:
     def _common(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
         short = next((part for part in name.lower().split() if part[:1] in "hab"), "cpu")
+        alone = self.args.share_gpu
         return {
             "op": "train",
             "impl": "ridgeline",
             "run": uuid.uuid4().hex[:12],
-            "gpu": short if self.ranks == 1 and self.cuda else f"{short}x{self.ranks}",
+            "gpu": short if self.cuda and (alone or self.ranks == 1) else f"{short}x{self.ranks}",
+            **({"ranks_on_a_gpu": self.ranks, "transfers": "gloo"} if alone else {}),
             "dtype": "bfloat16",
             "commit": self.args.commit or _commit(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -268,6 +288,43 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+class _Staged:
+    """Transfers between ranks through host memory, where they share a GPU: gloo sends no other."""
+
+    real = dist.batch_isend_irecv
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        staged = []
+        for each in operations:
+            host = each.tensor.detach().to("cpu", copy=True)
+            if each.op is dist.irecv:
+                self._coming.append((each.tensor.detach(), host))
+            staged.append(dist.P2POp(each.op, host, each.peer, each.group, each.tag))
+        self._works = _Staged.real(staged)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for tensor, host in self._coming:
+            tensor.copy_(host)
+
+
+def stage_transfers() -> None:
+    """Let the layouts' transfers between ranks go through host memory."""
+    dist.batch_isend_irecv = lambda operations: [_Staged(operations)]
+
+
+def start_sharing(timeout_s: float) -> torch.device:
+    """Join the processes that torchrun started, all on the first GPU."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    stage_transfers()
+    mesh.open_backward_thread(device)
+    return device
+
+
 def options(layout: Layout, seqlen: int, samples: int, master: str = "float32") -> ModelOptions:
     """What a layout's model is built for."""
     return ModelOptions(
@@ -316,11 +373,14 @@ def links(run: Run) -> None:
     run.write({"model": "links", "links_gbps": told, "bytes": 2 * count * run.ranks})
 
 
-def attention_of(run: Run, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> str:
+def attention_of(
+    run: Run, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, tokens: int
+) -> str:
     """The implementation that takes a model's attention in the backward pass."""
-    q, k = (torch.empty(8, count, head_dim, dtype=dtype, device=run.device) for count in heads)
-    ends = torch.tensor([0, 8], dtype=torch.int32, device=run.device)
-    cuts = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    q, k = (torch.empty(tokens, count, head_dim, dtype=dtype, device=run.device) for count in heads)
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=run.device)
+    cuts: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    cuts |= {"max_seqlen_q": tokens, "max_seqlen_k": tokens}
     a = Arguments(q=q, k=k, v=k, softmax_scale=1.0, causal=True, needs_grad=True, **cuts)
     return module_for(a, "bwd").__name__.rpartition(".")[2]
 
@@ -328,7 +388,8 @@ def attention_of(run: Run, dtype: torch.dtype, heads: tuple[int, int], head_dim:
 def verify(run: Run) -> None:
     """Every layout in fp32 against a plain decoder: loss, norm, each gradient, each weight."""
     split = [Layout(pp=2, num_microbatches=4, schedule=name) for name in ("zero_bubble", "zbv")]
-    for layout in parity_layouts(run.ranks) + (split if run.ranks == 2 else []):
+    split = split if run.ranks == 2 and not run.args.async_tp else []
+    for layout in compared_layouts(run.args, run.ranks) + split:
         if not run.wanted(layout):
             continue
         for head_dim in (64, 8) if run.cuda else (8,):
@@ -343,7 +404,7 @@ def verify_layout(run: Run, layout: Layout, head_dim: int, seed: int) -> None:
     heads = (2 * run.ranks, run.ranks)
     shape = replace(TINY, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
     shape = replace(shape, hidden_size=shape.num_heads * shape.head_dim)
-    attention = attention_of(run, torch.float32, heads, head_dim)
+    attention = attention_of(run, torch.float32, heads, head_dim, seqlen)
     world = build_world(layout, run.device)
     build = replace(options(layout, seqlen, 2), compute_dtype=torch.float32)
     model = ParallelModel(shape, world, build)
@@ -390,7 +451,9 @@ def trace_of(
 ) -> Trace:
     """A few AdamW steps on the same batches."""
     seqlen, batch, all_steps = (
-        (32, 2 * run.ranks, 2) if run.args.tiny else (1024, 4 * run.ranks, 20)
+        (32, 2 * run.ranks, 2)
+        if run.args.tiny
+        else (1024, 4 * run.ranks, 8 if run.args.share_gpu else 20)
     )
     batch = max(batch, layout.dp * (layout.num_microbatches or 1))
     samples = batch // (layout.dp * (layout.num_microbatches or 1))
@@ -472,12 +535,12 @@ def judged(trace: Trace, reference: Trace, control: Trace, exact: Trace) -> dict
 def parity(run: Run) -> None:
     """Every layout's losses, norms and gradients against data parallel's, and the controls."""
     shape = TINY if run.args.tiny else SMALL
-    layouts = parity_layouts(run.ranks)
+    layouts = compared_layouts(run.args, run.ranks)
     exact = trace_of(run, layouts[0], shape, dtype=torch.float32, steps=1)
     reference = trace_of(run, layouts[0], shape)
     control = trace_of(run, layouts[0], shape, reverse=True)
     heads = (shape.num_heads, shape.num_kv_heads)
-    attention = attention_of(run, torch.bfloat16, heads, shape.head_dim)
+    attention = attention_of(run, torch.bfloat16, heads, shape.head_dim, 1024)
     for layout in layouts[1:]:
         if not run.wanted(layout):
             continue
@@ -624,7 +687,9 @@ def time_layout(
     profiler = StepProfiler(
         LogConfig(), Path("."), Ranks(rank=dist.get_rank(), size=run.ranks, talk=run.talk)
     )
-    row = speed_row(run, layout, shape, seqlen, seconds)
+    heads = (shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp))
+    attention = attention_of(run, torch.bfloat16, heads, shape.head_dim, seqlen)
+    row = speed_row(run, layout, shape, seqlen, seconds) | {"attention": attention}
     told = (
         f"speed: {model_name} {layout.describe():34} "
         f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
@@ -839,7 +904,8 @@ def run_all(args: argparse.Namespace, device: torch.device) -> list[str]:
 def main() -> int:
     """Under torchrun."""
     args = arguments()
-    device = mesh.start(args.device, timeout_s=max(args.hang_s, args.build_s))
+    longest = max(args.hang_s, args.build_s)
+    device = start_sharing(longest) if args.share_gpu else mesh.start(args.device, longest)
     progress.set_mode("lines")
     failures = run_all(args, device)
     mesh.stop()

@@ -2,9 +2,10 @@
 
     step = schedule -> run -> sample -> check what ended -> keep the books
 
-Large greedy steps overlap: where the runner can start a step without its tokens (flight.py), the
-next one is planned and started before the tokens of this one are read, and all of the above but
-"run" happens while the device works. A row whose sequence had ended meanwhile is dropped.
+Large steps and sampled ones overlap: where the runner can start a step without its tokens
+(flight.py), the next one is planned and started before the tokens of this one are read, and all of
+the above but "run" happens while the device works. A row whose sequence had ended meanwhile is
+dropped.
 
 Whatever is wrong with one request (a grammar that raises, a deadline) ends that request; the others
 of its step do not notice. What ends a choice: an end-of-sequence or stop token, a stop string, its
@@ -22,11 +23,12 @@ import torch
 
 from ridgeline.engine.counters import Counters
 from ridgeline.engine.detokenize import TextStream
+from ridgeline.engine.draw import Draws
 from ridgeline.engine.flight import Flight
 from ridgeline.engine.outputs import Delta, FinishReason, RequestOutput, TokenLogprob, Usage
 from ridgeline.engine.params import Request
 from ridgeline.engine.runner import StepBatch
-from ridgeline.engine.sampler import Row, Sampled, SamplingState, sample
+from ridgeline.engine.sampler import Row, Sampled, SamplingState, draws_of, sample
 from ridgeline.engine.scheduler import Plan, Scheduler, Work
 from ridgeline.engine.sequence import Sequence as Choice
 from ridgeline.engine.sequence import Status, sequences_of
@@ -34,8 +36,8 @@ from ridgeline.engine.speculate import Lookup
 
 Run = Callable[[StepBatch], torch.Tensor | list[int]]
 """Logits of a step's rows, or their likeliest tokens where the batch says `greedy`."""
-Start = Callable[[StepBatch, Sequence[int] | None], Flight | None]
-"""Starts a greedy step (flight.py), or None where it is to be run."""
+Start = Callable[[StepBatch, Sequence[int] | None, Draws | None], Flight | None]
+"""Starts a step (flight.py), or None where it is to be run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,11 +204,11 @@ class EngineCore:
                 return outputs
             start_s = self.clock()
             self._count_started(plan.works, start_s)
-            rows = [row for work in plan.works if work.samples for row in self._rows(work)]
-            batch = StepBatch.of(plan, greedy=all(row.takes_likeliest for row in rows))
-            flight = self._start(batch, None)
-            step = _Step(plan, batch, flight, start_s)
-            if flight is None:
+            step = self._blind(plan, None, start_s)
+            if step is None:
+                rows = [row for work in plan.works if work.samples for row in self._rows(work)]
+                batch = StepBatch.of(plan, greedy=all(row.takes_likeliest for row in rows))
+                step = _Step(plan, batch, None, start_s)
                 return outputs + self._finish(step, self._sampled(batch, rows))
         else:
             self.used_ahead += 1
@@ -220,8 +222,21 @@ class EngineCore:
             return Sampled(found)
         return sample(found, rows) if rows else Sampled([])
 
-    def _start(self, batch: StepBatch, sources: Sequence[int] | None) -> Flight | None:
-        return None if self.start is None or not batch.greedy else self.start(batch, sources)
+    def _blind(self, plan: Plan, sources: Sequence[int] | None, start_s: float) -> _Step | None:
+        """A step that is started and not waited for; None where it is to be run."""
+        if self.start is None or not plan.is_single:
+            return None
+        states = [self._live_of(work.sequence).state for work in plan.works]
+        if not all(state.is_blind for state in states):
+            return None
+        greedy = all(state.plain for state in states)
+        draws = None
+        if not greedy:
+            places = [work.start + 1 - work.sequence.num_prompt for work in plan.works]
+            draws = draws_of(states, places)
+        batch = StepBatch.singles(plan, greedy=greedy)
+        flight = self.start(batch, sources, draws)
+        return None if flight is None else _Step(plan, batch, flight, start_s)
 
     def _start_next(self, step: _Step) -> _Step | None:
         """The step after one that runs, started; None where its tokens are to be seen first."""
@@ -230,9 +245,7 @@ class EngineCore:
             return None
         row_of = {work.sequence.order: row for row, work in enumerate(step.plan.works)}
         sources = [row_of[work.sequence.order] for work in plan.works]
-        batch = StepBatch.of(plan, greedy=True)
-        flight = self._start(batch, sources)
-        return None if flight is None else _Step(plan, batch, flight, self.clock())
+        return self._blind(plan, sources, self.clock())
 
     def _finish(self, step: _Step, sampled: Sampled) -> list[RequestOutput]:
         """Take a step's tokens, where their sequences still want them."""

@@ -4,10 +4,11 @@ and the matmuls instead of two dozen, each of them launch-bound at decode sizes.
     y = norm(x += delta) ; q, cache = rotate(qkv) ; o = attention ; delta = out o
     y = norm(x += delta) ; delta = down(silu(gate) up)
 
-The same numbers as forward.py's, rounded at the same places (kernels/step). One row of plain
-weights can go further (RowForward): norm, matmul and gate are one kernel then. Either can be
-overlapped (Hopper and later): a kernel starts while the one before it ends, and the next matmul's
-weights come meanwhile. Which way is fastest is measured where it runs (graphs.py).
+The same numbers as forward.py's, rounded at the same places (kernels/step). A step of few single
+tokens can go further: rotation, cache and attention are one kernel (joined), and of one row with
+plain weights norm, matmul and gate are (RowForward). Either can be overlapped (Hopper and later):
+a kernel starts while the one before it ends, and the next matmul's weights come meanwhile. Which
+way is fastest is measured where it runs (graphs.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.paged import FP8, DeviceAttention
 from ridgeline.engine.weights import Dense, LayerWeights, Linear
-from ridgeline.kernels.step.op import for_tensor, overlapped
+from ridgeline.kernels.step.op import for_tensor, joined, overlapped
+from ridgeline.kernels.step.ref import DecodeTable
 
 PARTS = ("qkv", "out", "gate_up", "down", "head")
 """Of a row's kernels, those that read weights; the first four as LayerWeights.linears()."""
@@ -40,6 +42,13 @@ class DeviceForward(Forward):
         made.overlaps = True
         return made
 
+    def joining(self, sequences: int) -> Self:
+        """The same step of at most so many single tokens, attention as one kernel."""
+        weights, made = self.weights, copy(self)
+        heads = (weights.heads, weights.kv_heads, weights.config.head_dim)
+        made.joined = joined(heads, sequences, weights.device, self.overlaps)
+        return made
+
     def small(self, like: torch.Tensor) -> Any:
         """The fused operations beside the matmuls, for a device."""
         return overlapped() if self.overlaps else for_tensor(like)
@@ -50,19 +59,18 @@ class DeviceForward(Forward):
         """Hidden states before the final norm, [P, C]."""
         if not isinstance(attend, DeviceAttention) or attend.cache.dtype == FP8:
             return super().hidden(token_ids_P, positions_P, attend)
-        weights, eps = self.weights, self.weights.config.norm_eps
-        x_PC = F.embedding(token_ids_P, weights.embedding_VC)
-        step = self.small(x_PC)
-        delta: torch.Tensor | None = None
-        for index, layer in enumerate(weights.layers):
-            y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps)
-            q_PHD = self._rotated(index, layer, layer.qkv(y_PC), positions_P, attend)
-            o_PHD = attend.read(index, q_PHD, layer.window)
-            delta = self._summed(layer.out(o_PHD.flatten(1)))
-            y_PC = step.add_rms_norm(x_PC, delta, layer.mlp_norm, eps)
-            both = layer.gate_up(y_PC)
-            delta = self._summed(layer.down(both if layer.gated else step.silu_mul(both)))
+        x_PC, delta = self._layers(token_ids_P, positions_P, attend)
         return x_PC if delta is None else x_PC + delta
+
+    def decode(
+        self, token_ids_B: torch.Tensor, positions_B: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Logits of a step of single tokens, [B, V]."""
+        if not isinstance(attend, DeviceAttention) or attend.cache.dtype == FP8:
+            return super().decode(token_ids_B, positions_B, attend)
+        x_BC, delta = self._layers(token_ids_B, positions_B, attend)
+        weights, eps = self.weights, self.weights.config.norm_eps
+        return self._head(self.small(x_BC).add_rms_norm(x_BC, delta, weights.norm, eps))
 
     def normed(self, x_RC: torch.Tensor) -> torch.Tensor:
         """The final norm."""
@@ -70,6 +78,61 @@ class DeviceForward(Forward):
             return super().normed(x_RC)
         weights = self.weights
         return overlapped().add_rms_norm(x_RC, None, weights.norm, weights.config.norm_eps)
+
+    def _layers(
+        self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: DeviceAttention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(the residual, what is still to be added to it) after the last layer."""
+        weights, eps = self.weights, self.weights.config.norm_eps
+        x_PC, y_PC = self._first(token_ids_P)
+        step = self.small(x_PC)
+        delta: torch.Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            if index:
+                y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps)
+            o_PHD = self._attended(index, layer, layer.qkv(y_PC), positions_P, attend)
+            delta = self._summed(layer.out(o_PHD.flatten(1)))
+            y_PC = step.add_rms_norm(x_PC, delta, layer.mlp_norm, eps)
+            both = layer.gate_up(y_PC)
+            delta = self._summed(layer.down(both if layer.gated else step.silu_mul(both)))
+        return x_PC, delta
+
+    def _first(self, token_ids_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings, and their norm for the first layer."""
+        weights, eps = self.weights, self.weights.config.norm_eps
+        norm = weights.layers[0].input_norm
+        if self.joined is not None:
+            return self.joined.embed_norm(token_ids_P, weights.embedding_VC, norm, eps)
+        x_PC = F.embedding(token_ids_P, weights.embedding_VC)
+        return x_PC, self.small(x_PC).add_rms_norm(x_PC, None, norm, eps)
+
+    def _head(self, y_RC: torch.Tensor) -> torch.Tensor:
+        return self.weights.head.wide(y_RC)
+
+    def _attended(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv_PK: torch.Tensor,
+        positions_P: torch.Tensor,
+        attend: DeviceAttention,
+    ) -> torch.Tensor:
+        """Attention of a layer's queries, [P, H, D]."""
+        if self.joined is None:
+            q_PHD = self._rotated(index, layer, qkv_PK, positions_P, attend)
+            return attend.read(index, q_PHD, layer.window)
+        weights, cache, batch = self.weights, attend.cache, attend.batch
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = (layer.q_norm, layer.k_norm, weights.config.norm_eps)
+        return self.joined.decode_attention(
+            qkv_PK.view(-1, weights.heads + 2 * weights.kv_heads, weights.config.head_dim),
+            (self.rotary.cos_T1D, self.rotary.sin_T1D),
+            (cache.flat_k[index], cache.flat_v[index]),
+            DecodeTable(batch.decode_seqlens_B, batch.decode_table_BU, cache.page_tokens),
+            norms=norms,
+            window=layer.window,
+        )
 
     def _rotated(
         self,
@@ -151,11 +214,10 @@ class RowForward(DeviceForward):
 
         return run
 
-    def hidden(
-        self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """Hidden states before the final norm, [1, C]."""
-        assert isinstance(attend, DeviceAttention) and token_ids_P.shape[0] == 1
+    def _layers(
+        self, token_ids_P: torch.Tensor, positions_P: torch.Tensor, attend: DeviceAttention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(the residual, what is still to be added to it) after the last layer."""
         weights, eps = self.weights, self.weights.config.norm_eps
         x_1C = F.embedding(token_ids_P, weights.embedding_VC)
         step, own = for_tensor(x_1C), self._options
@@ -165,8 +227,7 @@ class RowForward(DeviceForward):
             x_1C, qkv_1K = step.norm_linear(
                 x_1C, delta, layer.input_norm, eps, qkv.weight_NK, qkv.bias_N, **own("qkv")
             )
-            q_1HD = self._rotated(index, layer, qkv_1K, positions_P, attend)
-            o_1HD = attend.read(index, q_1HD, layer.window)
+            o_1HD = self._attended(index, layer, qkv_1K, positions_P, attend)
             delta = step.row_linear(o_1HD.flatten(1), out.weight_NK, out.bias_N, **own("out"))
             x_1C, gated_1F = step.norm_linear(
                 x_1C,
@@ -179,16 +240,17 @@ class RowForward(DeviceForward):
                 **own("gate_up"),
             )
             delta = step.row_linear(gated_1F, down.weight_NK, down.bias_N, **own("down"))
-        return x_1C if delta is None else x_1C + delta
+        return x_1C, delta
 
     def logits(self, x_RC: torch.Tensor, wide_rows: Sequence[int] = ()) -> torch.Tensor:
         """Logits of one hidden state, fp32 [1, V]."""
         del wide_rows
         weights, eps = self.weights, self.weights.config.norm_eps
-        y_1C = self.small(x_RC).add_rms_norm(x_RC, None, weights.norm, eps)
-        return for_tensor(x_RC).row_linear(
-            y_1C, weights.head.weight_NK, dtype=torch.float32, **self._options("head")
-        )
+        return self._head(self.small(x_RC).add_rms_norm(x_RC, None, weights.norm, eps))
+
+    def _head(self, y_RC: torch.Tensor) -> torch.Tensor:
+        head = self.weights.head.weight_NK
+        return for_tensor(y_RC).row_linear(y_RC, head, dtype=torch.float32, **self._options("head"))
 
     def _options(self, name: str) -> dict[str, Any]:
         return {"config": self.configs[name]} if name in self.configs else {}

@@ -10,7 +10,7 @@ to pages, and only rows that sample pass the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,9 @@ def rotate(x_PHD: torch.Tensor, cos_P1D: torch.Tensor, sin_P1D: torch.Tensor) ->
 class Forward:
     """A model's forward over pages."""
 
+    joined: Any = None
+    """Operations that take a step's numbers as they lie (device_forward.py), where it has those."""
+
     def __init__(self, weights: Weights, max_len: int, reduce: Reduce | None = None) -> None:
         self.weights = weights
         self.rotary = RotaryTable(weights, max_len)
@@ -101,6 +104,12 @@ class Forward:
             logits_RV, rows = logits_RV.float(), list(wide_rows)
             logits_RV[rows] = head.wide(y_RC[rows])
         return logits_RV
+
+    def decode(
+        self, token_ids_B: torch.Tensor, positions_B: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Logits of a step of single tokens, [B, V]."""
+        return self.logits(self.hidden(token_ids_B, positions_B, attend))
 
     def _attention(
         self,

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from ridgeline.engine.device_forward import PARTS, DeviceForward, RowForward
 from ridgeline.engine.forward import Forward
 from ridgeline.engine.numbers import FRONT, StepNumbers
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
+from ridgeline.kernels.step import ref
 from ridgeline.kernels.step.op import row_configs
 
 if TYPE_CHECKING:
@@ -79,8 +82,8 @@ class DecodeGraphs:
         self.on_gpu = runner.device.type == "cuda"
         self.seen: dict[int, int] = {}
         self.recorded: dict[int, Recorded] = {}
-        self.times_ms: dict[str, float] = {}
-        """Of one sequence's step, by the way it is computed, where there was a choice."""
+        self.times_ms: dict[int, dict[str, float]] = {}
+        """Of a step of a size, by the way it is computed, where there was a choice."""
         self.refused: dict[str, str] = {}
         """Ways that were not taken for another reason than their time, and the reason."""
         self.pool: Any = None
@@ -170,56 +173,67 @@ class DecodeGraphs:
 
     def _step(self, size: int, forward: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
         numbers = self.device[:size]
+        token, position, slot, keys = (numbers[:, column] for column in range(4))
+        if forward.joined is None:  # the others' kernels take them packed
+            token, position, slot, keys = (x.contiguous() for x in (token, position, slot, keys))
         batch = DeviceBatch(
-            slots_P=numbers[:, 2].contiguous(),
+            slots_P=slot,
             num_decoding=size,
-            decode_seqlens_B=numbers[:, 3].contiguous(),
+            decode_seqlens_B=keys,
             decode_table_BU=numbers[:, FRONT:],
         )
         attend = DeviceAttention(self.runner.cache, batch)
-        x_PC = forward.hidden(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), attend)
-        logits = self.runner.whole_vocabulary(forward.logits(x_PC))
+        logits = self.runner.whole_vocabulary(forward.decode(token, position, attend))
         if size > AHEAD_SIZE or self.runner.group is not None:
             return logits, None
-        tokens = logits.argmax(-1)
-        numbers[:, 0].copy_(tokens)
-        numbers[:, 1:4] += numbers[:, 4:5]
-        return logits, tokens
+        return logits, (forward.joined or ref).choose(logits, numbers)
 
     # ---- recording ---------------------------------------------------------------------------
 
     def _best(self, size: int) -> Recorded:
-        """The step recorded; of one sequence in every way there is, and the fastest kept of those
+        """The step recorded; of few sequences in every way there is, and the fastest kept of those
         that give the first one's logits."""
         first = self._record(size, self.runner.forward)
-        if size > 1 or not self.on_gpu or self.runner.group is not None:
+        if size > AHEAD_SIZE or not self.on_gpu or self.runner.group is not None:
             return first
         found = {"matmuls": first}
-        for name, forward in self._other_ways():
+        for name, forward in self._other_ways(size):
+            if name in self.refused:
+                continue
             try:
                 found[name] = self._record(size, forward())
-            except RuntimeError as error:  # what is recorded already serves
-                self.refused[name] = str(error)
-        self.times_ms = {name: self._time_ms(recorded) for name, recorded in found.items()}
+            except Exception as error:  # what is recorded already serves
+                self.refused[name] = f"{type(error).__name__}: {error}"
+        times = {name: self._time_ms(recorded) for name, recorded in found.items()}
+        self.times_ms[size] = times
         want = self._logits(first)
         for name, recorded in found.items():
             if not is_alike(self._logits(recorded), want):
                 self.refused[name] = "its logits are not those of the first way"
-        return found[fastest(self.times_ms, set(found) - set(self.refused))]
+        return found[fastest(times, set(found) - set(self.refused))]
 
-    def _other_ways(self) -> Iterator[tuple[str, Callable[[], Forward]]]:
-        """Ways to compute a step of one sequence, beside the runner's own."""
+    def _other_ways(self, size: int) -> Iterator[tuple[str, Callable[[], Forward]]]:
+        """Ways to compute a step of so many single tokens, beside the runner's own."""
         forward = self.runner.forward
         assert isinstance(forward, DeviceForward)
         overlap = torch.cuda.get_device_capability(self.runner.device) >= (9, 0)
-        rows = RowForward.of(forward)
-        if overlap:
-            yield "matmuls, overlapped", forward.overlapped
+        rows = RowForward.of(forward) if size == 1 else None
+
+        @cache
+        def tuned() -> RowForward:
+            assert rows is not None
+            return rows.with_configs(self._row_configs(rows, overlap), overlap=overlap)
+
+        ways: dict[str, Callable[[], DeviceForward]] = {
+            "matmuls": forward.overlapped if overlap else partial(copy, forward)
+        }
         if rows is not None:
-            name = "rows, overlapped" if overlap else "rows"
-            yield name, lambda: rows.with_configs(self._row_configs(rows, overlap), overlap=overlap)
-            if overlap and name in self.refused:
-                yield "rows", lambda: rows
+            ways["rows"] = tuned
+        for kind, way in ways.items():
+            name = f"{kind}, overlapped" if overlap else kind
+            yield f"{name}, joined", lambda way=way: way().joining(size)
+            if name != "matmuls":
+                yield name, way
 
     def _row_configs(self, rows: RowForward, overlap: bool) -> dict[str, Any]:
         """The fastest config of each of a row's kernels on this model's weights."""

@@ -407,7 +407,7 @@ class LLM:
             eos_token_ids=self.info.eos_token_ids,
             tokenizer=self.tokenizer,
             counters=self.counters,
-            start=lambda batch, sources: self.runner.start(batch, sources),
+            start=lambda *asked: self.runner.start(*asked),
         )
 
     def _run(self, batch: StepBatch) -> torch.Tensor | list[int]:

@@ -20,12 +20,13 @@ from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.host_decode import head_in_bags
 from ridgeline.engine.load import choose_device, run_dtype
-from ridgeline.engine.paged import FP8, page_tokens_of
+from ridgeline.engine.paged import FP8
 from ridgeline.engine.weights import Shard
 from ridgeline.kernels.w4a16.cpu import has_fast_bf16
 from ridgeline.kernels.w4a16.cpu_bags import has_bags
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.hf import load_config
+from ridgeline.nn.invariant import page_tokens_of
 from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.quant.checkpoint import packed_layers, read_quantization
 

@@ -21,50 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ridgeline.core.dtypes import dtype_name
-from ridgeline.core.registry import select
 from ridgeline.kernels.attention import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from ridgeline.kernels.attention.dispatch import arch_of
-from ridgeline.kernels.attention.problem import (
-    AttentionProblem,
-)
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.layers import window_bounds
 
-CPU_PAGE_TOKENS = 16
-LEAST_PAGE_TOKENS = 16
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-
-
-def page_tokens_of(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Page size that the attention implementation of a decode step likes: its tile of keys, so that
-    a tile never leaves its page; on a CPU small pages, which share more."""
-    if device.type == "cpu":
-        return CPU_PAGE_TOKENS
-    problem = AttentionProblem(
-        batch=1,
-        seqlen_q=1,
-        seqlen_k=shape.max_seqlen,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim,
-        dtype=dtype_name(dtype),
-        causal=True,
-        seqused=True,
-        page_size=128,
-        kv_cache=True,
-    )
-    arch = arch_of(device)
-    impl = select(problem, arch)
-    config_of = None if impl.config is None else impl.config(problem, arch)
-    tile = getattr(config_of, "tile", config_of)
-    return max(LEAST_PAGE_TOKENS, getattr(tile, "block_n", LEAST_PAGE_TOKENS))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

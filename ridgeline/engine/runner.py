@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ridgeline.engine.device_forward import DeviceForward
+from ridgeline.engine.draw import Draws
 from ridgeline.engine.flight import Flight, Flights
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.graphs import AHEAD_SIZE, GRAPH_SIZES, DecodeGraphs
@@ -62,10 +63,8 @@ class StepBatch:
     def of(plan: Plan, *, greedy: bool = False) -> StepBatch:
         """The step of a plan: single tokens first. greedy: of those that sample. Of a token that
         is not known yet (scheduler.ahead) 0 is in its place."""
-        if greedy and all(
-            work.count == 1 and not work.draft and work.samples for work in plan.works
-        ):
-            return StepBatch._singles(plan)
+        if greedy and plan.is_single:
+            return StepBatch.singles(plan)
         token_ids: list[int] = []
         spans: list[Span] = []
         rows: list[int] = []
@@ -90,8 +89,9 @@ class StepBatch:
         return StepBatch(token_ids, spans, single, rows, wide, greedy, goes_on)
 
     @staticmethod
-    def _singles(plan: Plan) -> StepBatch:
-        """A greedy step of one token a sequence."""
+    def singles(plan: Plan, *, greedy: bool = True) -> StepBatch:
+        """A step of one token a sequence (plan.is_single), none of which tells of more than its
+        token."""
         token_ids: list[int] = []
         spans: list[Span] = []
         goes_on = True
@@ -102,7 +102,8 @@ class StepBatch:
             spans.append(Span(row, 1, sequence.pages, start + 1))
             goes_on = goes_on and not sequence.is_last
         count = len(spans)
-        return StepBatch(token_ids, spans, count, list(range(count)), [], True, goes_on)
+        goes_on = goes_on and greedy
+        return StepBatch(token_ids, spans, count, list(range(count)), [], greedy, goes_on)
 
     @property
     def decodes_only(self) -> bool:
@@ -156,7 +157,7 @@ class Runner:
         self.weights = weights
         reduce = None if self.group is None else self.group.all_reduce
         self.forward = Forward(weights, self.max_model_len, reduce)
-        if self.on_gpu:
+        if self.on_gpu and not self.invariant:  # whose kernels sum in another order than PyTorch's
             self.forward = DeviceForward(weights, self.max_model_len, reduce)
         self.host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
@@ -183,17 +184,19 @@ class Runner:
             return x_PC
         return self.whole_vocabulary(self.forward.logits(x_PC, batch.wide_rows))
 
-    def start(self, batch: StepBatch, sources: Sequence[int] | None) -> Flight | None:
-        """Start a large greedy decode step without waiting for it (flight.py); None where it is to
-        be run."""
+    def start(
+        self, batch: StepBatch, sources: Sequence[int] | None, draws: Draws | None = None
+    ) -> Flight | None:
+        """Start a decode step without waiting for it (flight.py); None where it is to be run, as
+        few greedy sequences are."""
         graphs = self.graphs
-        if graphs is None or self.group is not None or len(batch.spans) <= AHEAD_SIZE:
+        if graphs is None or self.group is not None or not batch.decodes_only:
             return None
-        if not batch.decodes_only:
+        if draws is None and len(batch.spans) <= AHEAD_SIZE:
             return None
         if self.flights is None or self.flights.graphs is not graphs:
             self.flights = Flights(graphs, GRAPH_SIZES)
-        return self.flights.start(batch, sources)
+        return self.flights.start(batch, sources, draws)
 
     @torch.inference_mode()
     def embed(self, prompts: Sequence[Sequence[int]], pooling: str) -> torch.Tensor:

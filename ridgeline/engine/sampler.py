@@ -1,41 +1,24 @@
 """The next tokens from logits, for all rows of a step at once.
 
-    logits -> + bias -> penalties -> forbidden tokens -> / temperature -> top-k -> min-p, top-p
-    -> the token at u of the cumulated probabilities (likeliest first; of untouched logits that no
-       rule narrows by token id, and nothing is sorted)
+    logits -> + bias -> penalties -> forbidden tokens -> the draw (draw.py)
 
-u is a number in [0, 1) that is a function of (seed, choice, position) alone, so a request's tokens
+A row's draw is a function of (seed, choice, position) and its scores alone, so a request's tokens
 do not depend on what else is in the batch, on preemption or on speculation. Rows that need nothing
 of this cost an argmax. Everything is computed in fp32; log-probabilities are of the raw logits.
-Sources: top-p, Holtzman et al. 2019 (arXiv 1904.09751); min-p, Nguyen et al. 2024 (2407.01082);
-repetition penalty, Keskar et al. 2019 (1909.05858); SplitMix64, Steele et al. 2014.
+Source: repetition penalty, Keskar et al. 2019 (1909.05858).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ridgeline.engine.draw import Draws, draw, is_within
 from ridgeline.engine.outputs import TokenLogprob
 from ridgeline.engine.params import SamplingParams
-
-NUM_CANDIDATES = 512
-"""Tokens looked at first; the whole vocabulary is sorted only where top-p reaches beyond them."""
-_U64 = 2**64 - 1
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) from a counter: SplitMix64 over (seed, choice, position)."""
-    state = (seed + choice * 0xD1342543DE82EF95) & _U64
-    for step in (position, 0x632BE59BD9B4E019):
-        state = (state + 0x9E3779B97F4A7C15 * (step + 1)) & _U64
-        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
-        state = mixed ^ (mixed >> 31)
-    return (state >> 40) / 2**24  # 24 bits: exact in fp32, below 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +49,14 @@ class SamplingState:
     def plain(self) -> bool:
         """Whether the likeliest token is taken of untouched logits."""
         return self.params.greedy and not self.touches
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether a token is drawn by numbers that are known before the logits are, and nothing
+        else is asked for: the step may be one that nobody waits for."""
+        p = self.params
+        known = p.greedy or not p.narrows or is_within(p)
+        return known and not self.touches and p.logprobs is None
 
     @property
     def stateless(self) -> bool:
@@ -190,115 +181,17 @@ def _forbid(scores_V: torch.Tensor, mask: Any) -> None:
 # ---- the draw ----------------------------------------------------------------------------------
 
 
+def draws_of(states: Sequence[SamplingState], positions: Sequence[int]) -> Draws:
+    """What rows are drawn by. positions: of each one's token in its output."""
+    counters = [(s.seed, s.choice, at) for s, at in zip(states, positions, strict=True)]
+    return Draws.of([s.params for s in states], counters, [s.touches for s in states])
+
+
 def _draw(scores_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    params = [row.state.params for row in rows]
-    drawing: dict[bool, list[int]] = {False: [], True: []}
-    for index, (row, p) in enumerate(zip(rows, params, strict=True)):
-        if not p.greedy:  # of sums by token id rounding may find a token that is forbidden
-            drawing[p.narrows or row.state.touches].append(index)
-    drawn = len(drawing[False]) + len(drawing[True])
+    draws = draws_of([row.state for row in rows], [len(row.output_ids) for row in rows])
     device = scores_RV.device
-    # Of rows that all draw there is no likeliest token to look for.
-    if drawn < len(rows):
-        chosen_R = scores_RV.argmax(-1)
-    else:
-        chosen_R = torch.empty(len(rows), dtype=torch.int64, device=device)
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-    for narrows, places in drawing.items():
-        if not places:
-            continue
-        every = len(places) == len(rows)
-        index_R = torch.tensor(places, device=device)
-        some = [params[i] for i in places]
-        draws = column(
-            [
-                uniform(rows[i].state.seed, rows[i].state.choice, len(rows[i].output_ids))
-                for i in places
-            ]
-        )
-        scaled = (scores_RV if every else scores_RV[index_R]) / column(
-            [p.temperature for p in some]
-        )
-        chosen_R[index_R] = (
-            _nucleus(scaled, some, draws, column) if narrows else _any(scaled, draws)
-        )
-    return chosen_R
-
-
-def _any(scaled_RV: torch.Tensor, draw_R1: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from the whole distribution, in the order of their ids."""
-    cumulated = scaled_RV.softmax(-1).cumsum(-1)
-    total_R1 = cumulated[:, -1:]
-    place = torch.searchsorted(cumulated, draw_R1 * total_R1, right=True)
-    # Where rounding takes a draw to the end: the first token that has all of the sum before it.
-    last = torch.searchsorted(cumulated, total_R1.contiguous())
-    return torch.minimum(place, last)[:, 0]
-
-
-def _nucleus(
-    scaled_RV: torch.Tensor,
-    params: Sequence[SamplingParams],
-    draw_R1: torch.Tensor,
-    column: Callable[[Sequence[float]], torch.Tensor],
-) -> torch.Tensor:
-    """Tokens drawn from what top-k, min-p and top-p leave, likeliest first."""
-    V = scaled_RV.shape[-1]
-    log_total_R1 = scaled_RV.logsumexp(-1, keepdim=True)
-    top_k = [min(p.top_k or V, V) for p in params]
-    top_p_R1 = column([p.top_p for p in params])
-    min_p_R1 = column([p.min_p for p in params])
-    limit_R1 = column(top_k)
-    count = min(V, NUM_CANDIDATES)
-    while True:
-        values, index = _likeliest(scaled_RV, count)
-        probs = (values - log_total_R1).exp()
-        rank = torch.arange(count, device=scaled_RV.device)
-        kept = probs.masked_fill(rank >= limit_R1, 0.0)
-        mass_R1 = torch.where(limit_R1 < V, kept.sum(-1, keepdim=True), 1.0)
-        # top-p is of the probabilities after top-k
-        before = kept.cumsum(-1) - kept
-        inside = (before < top_p_R1 * mass_R1) & (kept > 0)
-        inside &= probs >= min_p_R1 * probs[:, :1]
-        inside[:, 0] = True  # the likeliest always stays
-        if count == V or not _reaches_beyond(kept, probs, top_k, params, count):
-            break
-        count = V
-    kept = kept.masked_fill(~inside, 0.0)
-    cumulated = kept.cumsum(-1)
-    target = draw_R1 * cumulated[:, -1:]
-    place = (cumulated <= target).sum(-1, keepdim=True)
-    last = inside.long().mul(rank + 1).amax(-1, keepdim=True) - 1
-    return index.gather(-1, torch.minimum(place, last))[:, 0]
-
-
-def _likeliest(scaled_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The count largest, in descending order; equal ones by token id, so that the order is one."""
-    if count == scaled_RV.shape[-1]:
-        found = scaled_RV.sort(dim=-1, descending=True, stable=True)
-        return found.values, found.indices
-    index = scaled_RV.topk(count, dim=-1).indices.sort(dim=-1).values
-    found = scaled_RV.gather(-1, index).sort(dim=-1, descending=True, stable=True)
-    return found.values, index.gather(-1, found.indices)
-
-
-def _reaches_beyond(
-    kept: torch.Tensor,
-    probs: torch.Tensor,
-    top_k: Sequence[int],
-    params: Sequence[SamplingParams],
-    count: int,
-) -> bool:
-    """Whether some row could draw a token beyond the first `count`."""
-    mass = kept.sum(-1).tolist()
-    ratio = (probs[:, -1] / probs[:, 0]).tolist()
-    for row, p in enumerate(params):
-        closed = top_k[row] <= count or p.min_p > ratio[row] or mass[row] >= p.top_p
-        if not closed or (p.top_p >= 1.0 and top_k[row] > count and p.min_p <= ratio[row]):
-            return True
-    return False
+    numbers, order = (torch.from_numpy(x).to(device) for x in (draws.numbers_R5, draws.order_R))
+    return draw(scores_RV, draws, numbers, order)
 
 
 # ---- log-probabilities -------------------------------------------------------------------------

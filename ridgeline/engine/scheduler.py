@@ -80,6 +80,11 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(work.num_tokens for work in self.works)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether every sequence has one token in it, and samples."""
+        return all(work.count == 1 and not work.draft and work.samples for work in self.works)
+
 
 class Scheduler:
     """Queues, and the pool that they share."""

@@ -23,11 +23,9 @@ from ridgeline.kernels.w4a16.op import decode_bytes, prepare, w4a16_linear
 from ridgeline.kernels.w4a16.prepared import Prepared
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
+from ridgeline.nn.invariant import in_tiles
 from ridgeline.nn.layers import Attention, Block
 from ridgeline.quant.linear import QuantizedLinear, concat_rows
-
-INVARIANT_ROWS = {"cpu": 1, "cuda": 64}
-"""Rows of a matmul in batch-invariant mode: always so many, so always the same kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +81,7 @@ class Dense:
     ) -> torch.Tensor:
         if not self.invariant:
             return product(x_PK)
-        rows, count = INVARIANT_ROWS[x_PK.device.type], x_PK.shape[0]
-        padded = F.pad(x_PK, (0, 0, 0, -count % rows))
-        return torch.cat([product(tile) for tile in padded.split(rows)])[:count]
+        return in_tiles(x_PK, product)
 
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""
@@ -271,7 +267,9 @@ def _joined(
     """Linears of one input as one, each split by columns; whether silu(gate) * up is in it."""
     if all(isinstance(module, QuantizedLinear) for module in modules):
         return _joined_packed(modules, shard, invariant, silu_mul)
-    if all(isinstance(module, nn.Linear) for module in modules):
+    if all(isinstance(module, nn.Linear) for module in modules) and not invariant:
+        # Not joined in batch-invariant mode: a product of another width is another kernel than
+        # that of the trainer, with which it then would agree no more (nn/invariant.py).
         return _joined_dense(modules, shard, invariant), False
     return Joined([_column(module, shard, invariant) for module in modules]), False
 

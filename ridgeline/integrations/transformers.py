@@ -6,6 +6,8 @@ enable() registers two names:
 - "ridgeline_flash": our kernel package behind Transformers' own FlashAttention wrapper, which is
   what its continuous batching asks for: it takes no name without "flash" in it. Transformers loads
   such packages by name in one function; enable() puts ours in front of it.
+- "ridgeline_flash2": the same. Its continuous batching reads a decode step's keys in their pages,
+  not copied together first, where a 2 or 3 follows "flash" in the name.
 Nothing is read from a checkpoint: an implementation is what the caller names.
 Source: https://huggingface.co/docs/transformers/attention_interface (the two registries).
 """
@@ -27,13 +29,15 @@ from ridgeline.integrations.hf_quantizer import METHODS, take_over
 
 NAME = "ridgeline"
 PACKAGE_NAME = "ridgeline_flash"
-PAGED_NAME = f"paged|{PACKAGE_NAME}"
-"""What continuous batching renames it to in the older of the versions taken."""
+PAGES_NAME = "ridgeline_flash2"
+PACKAGE_NAMES = (PACKAGE_NAME, PAGES_NAME)
+PAGED_NAMES = tuple(f"paged|{name}" for name in PACKAGE_NAMES)
+"""What continuous batching renames them to in the older of the versions taken."""
 LOWEST, BELOW = (5, 17), (6, 0)
 
 
 def enable() -> None:
-    """Make attn_implementation="ridgeline" and "ridgeline_flash" known to Transformers.
+    """Make attn_implementation="ridgeline" and "ridgeline_flash" (2) known to Transformers.
 
     Calling it again changes nothing. Raises: UserError where Transformers is missing or its version
     is not one that this was written for.
@@ -46,12 +50,14 @@ def enable() -> None:
     modeling.AttentionInterface.register(NAME, ridgeline_attention)
     masking.AttentionMaskInterface.register(NAME, make_mask_function(masking))
     flash = importlib.import_module("transformers.integrations.flash_attention")
-    modeling.AttentionInterface.register(PACKAGE_NAME, flash.flash_attention_forward)
-    masking.AttentionMaskInterface.register(PACKAGE_NAME, masking.flash_attention_mask)
+    for name in PACKAGE_NAMES:
+        modeling.AttentionInterface.register(name, flash.flash_attention_forward)
+        masking.AttentionMaskInterface.register(name, masking.flash_attention_mask)
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
     if hasattr(utils, "lazy_import_paged_flash_attention"):
         paged = importlib.import_module("transformers.integrations.flash_paged")
-        modeling.AttentionInterface.register(PAGED_NAME, paged.paged_attention_forward)
+        for name in PAGED_NAMES:
+            modeling.AttentionInterface.register(name, paged.paged_attention_forward)
     _put_in_front(utils)
     _let_models_take_it(modeling.PreTrainedModel, utils)
 
@@ -101,12 +107,12 @@ def _check_version() -> None:
 
 
 def _put_in_front(flash_utils: Any) -> None:
-    """Let Transformers' loader of FlashAttention packages answer PACKAGE_NAME with ours."""
+    """Let Transformers' loader of FlashAttention packages answer our names with ours."""
     loader = flash_utils._lazy_imports
 
     @functools.wraps(loader)
     def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation not in (PACKAGE_NAME, PAGED_NAME):
+        if implementation not in PACKAGE_NAMES + PAGED_NAMES:
             return loader(implementation, *args, **kwargs)
         return (
             kernel_package.flash_attn_func,
@@ -125,7 +131,7 @@ def _let_models_take_it(model_class: Any, flash_utils: Any) -> None:
 
     @functools.wraps(check)
     def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any):
-        ours = attn_implementation in (PACKAGE_NAME, PAGED_NAME)
+        ours = attn_implementation in PACKAGE_NAMES + PAGED_NAMES
         if not ours or not self._supports_flash_attn:
             return check(self, attn_implementation, *args, **kwargs)
         flash_utils.lazy_import_flash_attention(attn_implementation)

@@ -79,9 +79,10 @@ class PackedSamples:
         self.num_tokens = int(self._ends[-1]) if len(documents) else 0
         self.num_samples = self.num_tokens // seqlen
         if self.num_samples < 1:
+            instead = ", or data.eval_fraction = 0" if what == "evaluation" else ""
             raise UserError(
                 f"data: the {what} text has {self.num_tokens} tokens, too short for one sample of "
-                f"{seqlen}; give more text or a smaller data.seqlen"
+                f"{seqlen}; give more text or a smaller data.seqlen{instead}"
             )
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

@@ -18,12 +18,14 @@ from benchmarks.parallel.run_3d import (
     Run,
     Trace,
     arguments,
+    compared_layouts,
     judged,
     kept_bytes,
     parity_layouts,
     predicted_gib,
     run_all,
     speed_layouts,
+    stage_transfers,
 )
 from ridgeline.kernels.attention.dispatch import attention_op, backward_op
 from ridgeline.parallel import context
@@ -81,6 +83,29 @@ def test_parity_sees_a_wrong_gradient(tmp_path):
     told = json.loads(line)["parity"]
     assert not told["ok"] and told["gradient_error"] > 10 * told["gradient_control"]
     assert told["error"] < 3 * told["control"] + 1e-3  # losses alone would have passed
+
+
+def _through_host_memory(rank: int, out: str) -> list[str]:
+    """As ranks that share a GPU talk: transfers staged, collectives by gloo anyway."""
+    stage_transfers()
+    flags = ["--device", "cpu", "--tiny", "--out", out, "--parts", "verify"]
+    return run_all(arguments([*flags, "--only", "CP2", "PP2 (1f1b)"]), torch.device("cpu"))
+
+
+@pytest.mark.dist
+def test_ranks_that_share_a_gpu_send_through_host_memory(tmp_path):
+    assert run_ranks(2, _through_host_memory, str(tmp_path)) == [[]] * 2
+    rows = (tmp_path / "cpux2" / "train.jsonl").read_text().splitlines()
+    assert [json.loads(row)["verify"]["error"] < 1e-5 for row in rows] == [True, True]
+
+
+def test_what_ranks_that_share_a_gpu_cannot_measure_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        arguments(["--share-gpu", "--parts", "parity", "speed"])
+    assert "--share-gpu takes --parts verify and parity" in capsys.readouterr().err
+    args = arguments(["--share-gpu", "--parts", "parity", "--async-tp"])
+    (plain, overlapped) = compared_layouts(args, 2)
+    assert plain.dp_shard == 2 and overlapped.async_tp and overlapped.compile_blocks
 
 
 def test_parity_is_judged_by_its_controls():

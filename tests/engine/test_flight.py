@@ -178,15 +178,48 @@ def test_new_weights_drop_the_step_that_runs(model):
         assert made.choices[0].token_ids == got[name][cut:]
 
 
-def test_what_is_not_plain_waits(model):
-    """Sampled rows, drafts and small batches."""
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=15, ignore_eos=True)
-    prompts = [prompt(number) for number in range(COUNT)]
+BLIND = {
+    "temperature": {},
+    "top_k": {"top_k": 5, "top_p": 0.7},
+    "min_p with top_k": {"top_k": 512, "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_sampled_rows_are_those_of_steps_that_wait(model, count):
+    """Every kind of draw and greedy rows in one batch; of one sequence, one kind alone."""
+    kinds = [*BLIND.values(), {"temperature": 0}]
+    params = [
+        SamplingParams(**{"seed": 3 + n, "max_tokens": 15 + n, "ignore_eos": True} | kinds[n % 4])
+        for n in range(count)
+    ]
+    prompts = [prompt(number) for number in range(count)]
     llm, plain = llm_of(model), llm_of(model, ahead=False)
     want = [made.choices[0].token_ids for made in plain.generate(prompts, params)]
     assert [made.choices[0].token_ids for made in llm.generate(prompts, params)] == want
-    small = prompts[:AHEAD_SIZE]
-    llm.generate(small, greedy(20))
+    assert llm.core.used_ahead > 8
+
+
+@pytest.mark.parametrize(
+    "more", [{"top_p": 0.9}, {"logprobs": 1}, {"presence_penalty": 0.5}, {"min_tokens": 9}]
+)
+def test_what_needs_the_host_waits(model, more):
+    """Log-probabilities, tokens that are penalized or forbidden, top-p without top-k."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, **more)
+    prompts = [prompt(number) for number in range(COUNT)]
+    llm = llm_of(model)
+    want = [
+        made.choices[0].token_ids for made in llm_of(model, ahead=False).generate(prompts, params)
+    ]
+    assert [made.choices[0].token_ids for made in llm.generate(prompts, params)] == want
+    assert llm.core.used_ahead == 0
+
+
+def test_what_is_not_plain_waits(model):
+    """Drafts and small greedy batches."""
+    prompts = [prompt(number) for number in range(COUNT)]
+    llm, plain = llm_of(model), llm_of(model, ahead=False)
+    llm.generate(prompts[:AHEAD_SIZE], greedy(20))
     drafting = llm_of(model, speculate_tokens=2)
     texts = [made.choices[0].token_ids for made in drafting.generate(prompts, greedy(20))]
     assert texts == [made.choices[0].token_ids for made in plain.generate(prompts, greedy(20))]

@@ -134,6 +134,30 @@ def test_new_weights_drop_what_was_started(model):
     assert got[9:] == tokens(new, greedy(21), [PROMPTS[1] + got[:9]])[0]
 
 
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "family": "qwen3"},
+    "mistral": {"family": "mistral", "sliding_window": 6, "windowed_layers": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_joined_step_has_the_same_tokens(family, rows):
+    """Numbers as they lie, attention as one operation; one and several sequences."""
+    model = tiny_decoder(**FAMILIES[family])
+    llm = llm_of(model)
+    forward = llm.runner.forward
+    made = (RowForward.of(forward) if rows else forward).joining(8)
+    prompts = PROMPTS[:1] if rows else PROMPTS[:3]
+    llm.runner.graphs._best = lambda size: llm.runner.graphs._record(size, made)
+    want = tokens(llm_of(model, graphs=False), greedy(30), prompts)
+    assert tokens(llm, greedy(30), prompts) == want
+    recorded = llm.runner.graphs.recorded
+    assert recorded and all(each.forward is made for each in recorded.values())
+    assert llm.runner.graphs.used_ahead > 15
+
+
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "family": "qwen3"}])
 def test_row_by_row_is_the_fused_forward(changes):
     weights = weights_of(tiny_decoder(**changes))
@@ -186,8 +210,8 @@ class _Another(DeviceForward):
 
     shift = 0
 
-    def logits(self, x_RC, wide_rows=()):
-        return super().logits(x_RC, wide_rows).roll(self.shift, -1)
+    def _head(self, y_RC):
+        return super()._head(y_RC).roll(self.shift, -1)
 
 
 def _way(runner, shift: int):
@@ -214,7 +238,7 @@ class _Ways(DecodeGraphs):
     def _record(self, size, forward):
         return self._plain(size, forward)
 
-    def _other_ways(self):
+    def _other_ways(self, size):
         runner = self.runner
         yield from (("right", _way(runner, 0)), ("wrong", _way(runner, 1)))
         yield "failing", _way(runner, -1)
@@ -231,5 +255,7 @@ def test_a_way_that_fails_or_errs_is_not_taken(model):
     found = tokens(llm, greedy(20), PROMPTS[:1])
     assert found == tokens(llm_of(model, graphs=False), greedy(20), PROMPTS[:1])
     assert graphs.recorded[1].forward.shift == 0 and type(graphs.recorded[1].forward) is _Another
-    assert graphs.refused["failing"] == "no room" and "logits" in graphs.refused["wrong"]
-    assert graphs.times_ms == {"matmuls": 3.0, "right": 2.0, "wrong": 1.0}
+    assert (
+        graphs.refused["failing"] == "RuntimeError: no room" and "logits" in graphs.refused["wrong"]
+    )
+    assert graphs.times_ms[1] == {"matmuls": 3.0, "right": 2.0, "wrong": 1.0}

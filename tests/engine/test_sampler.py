@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from ridgeline.engine.draw import NUM_CANDIDATES, uniform
 from ridgeline.engine.params import SamplingParams
-from ridgeline.engine.sampler import NUM_CANDIDATES, Row, SamplingState, sample, uniform
+from ridgeline.engine.sampler import Row, SamplingState, sample
 
 
 def state(choice: int = 0, seed: int = 7, prompt=(0,), stop_ids=(), mask=None, **params):
@@ -38,10 +39,11 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
 
 
 def test_uniform_numbers():
-    values = torch.tensor([uniform(3, 0, i) for i in range(20000)])
+    values = torch.from_numpy(uniform([3] * 20000, [0] * 20000, range(20000)))
     assert 0 <= values.min() and values.max() < 1
     assert abs(values.mean() - 0.5) < 0.01 and abs(values.var() - 1 / 12) < 0.002
-    assert len({uniform(s, c, p) for s in range(9) for c in range(9) for p in range(9)}) == 729
+    every = [(s, c, p) for s in range(9) for c in range(9) for p in range(9)]
+    assert len(set(uniform(*zip(*every, strict=True)).tolist())) == 729
 
 
 def test_shares_follow_temperature():
@@ -82,7 +84,7 @@ def test_untouched_logits_are_drawn_by_token_id():
     logits[:, ::3] = -torch.inf
     rows = [Row(state(seed=i), range(i)) for i in range(64)]
     ends = logits.double().softmax(-1).cumsum(-1)
-    numbers = torch.tensor([uniform(i, 0, i) for i in range(64)], dtype=torch.float64)
+    numbers = torch.from_numpy(uniform(range(64), [0] * 64, range(64))).double()
     want = (ends <= numbers[:, None]).sum(-1).tolist()
     assert sample(logits, rows).token_ids == want and not any(i % 3 == 0 for i in want)
     narrowed = [Row(state(seed=i, top_k=9) if i % 2 else r.state, r.output_ids)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ridgeline.parallel.context import held_tokens
 from ridgeline.parallel.layout import Layout
 from ridgeline.parallel.verify import Report, compare
 from tests.parallel.harness import run_ranks
@@ -54,3 +55,11 @@ def test_the_ring_waits_before_it_reads_and_before_it_changes_what_it_sent(ranks
     hops = TINY.num_layers * ((ranks - 1) * 2 + ranks)  # forward and backward K, V; dK, dV
     assert [(begun, waited) for begun, waited, _ in found] == [(hops, hops)] * ranks
     assert found[0][2].ok, found[0][2].first
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+def test_every_rank_sees_as_many_keys_of_a_whole_document(cp: int) -> None:
+    tokens = [held_tokens(2 * 48 * cp, 48 * cp, cp, rank) for rank in range(cp)]
+    assert sorted(int(token) for own in tokens for token in own) == list(range(2 * 48 * cp))
+    pairs = {int((own % (48 * cp) + 1).sum()) for own in tokens}
+    assert len(pairs) == 1

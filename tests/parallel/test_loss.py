@@ -1,9 +1,14 @@
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ridgeline.parallel.loss import IGNORE, chunk_tokens, linear_cross_entropy
+from ridgeline.parallel.collectives import Group
+from ridgeline.parallel.loss import IGNORE, VocabPart, chunk_tokens, linear_cross_entropy
+from tests.parallel.harness import run_ranks
 
 
 def problem(tokens, vocab=37, width=12, dtype=torch.float64):
@@ -68,14 +73,17 @@ def test_bf16_is_as_good_as_the_plain_form():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns."""
+    """The most elements of any tensor that an operation returns, and what was reduced."""
 
     def __init__(self):
         super().__init__()
         self.numel = 0
+        self.reduced = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "all_reduce":
+            self.reduced[tuple(args[0].shape), args[1]] += 1
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
@@ -89,6 +97,35 @@ def test_all_logits_never_exist():
     with Largest() as full:
         plain(x, weight, targets).backward()
     assert ours.numel == 20 * 200 and full.numel == 400 * 200
+
+
+def _over_two_ranks(rank):
+    torch.manual_seed(0)
+    x, weight, targets = problem(400, vocab=201, width=8, dtype=torch.float32)
+    rows = slice(0, 101) if rank == 0 else slice(101, 201)  # the vocabulary does not divide
+    own = weight[rows].detach().requires_grad_()
+    group = dist.group.WORLD
+    part = VocabPart(group=Group.of(group), start=rows.start)
+    with Largest() as seen:
+        loss, _ = linear_cross_entropy(x, own, targets, chunk=20, part=part)
+        loss.backward()
+    share = x.grad.clone()
+    dist.all_reduce(share)
+    return loss.item(), share, own.grad, seen.numel, dict(seen.reduced)
+
+
+def test_over_ranks_three_numbers_a_token_are_reduced_and_whole_logits_never_exist():
+    torch.manual_seed(0)
+    x, weight, targets = problem(400, vocab=201, width=8, dtype=torch.float32)
+    expected = plain(x, weight, targets)
+    expected.backward()
+    results = run_ranks(2, _over_two_ranks)
+    torch.testing.assert_close(torch.cat([result[2] for result in results]), weight.grad)
+    for loss, grad_x, _, largest, reduced in results:
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(grad_x, x.grad)
+        assert largest <= 400 * 8  # x itself; all logits of a rank are 400 x 100
+        assert reduced == {((20,), "max"): 20, ((2, 20), "sum"): 20}
 
 
 def test_chunk_fits_its_budget():

@@ -208,6 +208,42 @@ def train_and_hang(config: Any, sleeping_rank: int) -> None:
     trainer.train(config)
 
 
+def train_with_a_typo(words: list[str]) -> None:
+    """`ridgeline train` with a plan whose key names no module."""
+    import functools
+
+    from ridgeline.parallel.plans.decoder import decoder_plan
+    from ridgeline.train import worker
+
+    def plan_of(config: Any, split: Any) -> Any:
+        plan = dict(decoder_plan(config, split))
+        plan["model.layers.*.mlp.gate_prj"] = plan.pop("model.layers.*.mlp.gate_proj")
+        return plan
+
+    worker.ParallelModel = functools.partial(worker.ParallelModel, plan_of=plan_of)
+    command_line(words)
+
+
+def train_sharded_first(words: list[str]) -> None:
+    """`ridgeline train` where blocks are wrapped for recomputation once they are sharded."""
+    from ridgeline.parallel import fsdp, model
+
+    shard = fsdp.shard_module
+
+    def late(module: Any, *args: Any, **named: Any) -> None:
+        shard(module, *args, **named)
+        model.wrap_block(module, "full", 32)
+
+    fsdp.shard_module = late
+    command_line(words)
+
+
+def train_on_small_nodes(words: list[str]) -> None:
+    """`ridgeline train` as on nodes of one process each."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    command_line(words)
+
+
 def command_line(words: list[str], changes: dict[int, list[str]] | None = None) -> None:
     """`ridgeline WORDS`, with more words on some ranks."""
     from ridgeline.cli.main import main

@@ -19,7 +19,10 @@ from tests.train.ranks import (
     train_and_die,
     train_and_hang,
     train_on_a_full_disk,
+    train_on_small_nodes,
     train_ranks,
+    train_sharded_first,
+    train_with_a_typo,
 )
 
 
@@ -145,6 +148,49 @@ def test_a_layout_that_cannot_be(tmp_path, two, more, code, text):
     assert [outcome.code for outcome in outcomes] == [code, code], outcomes
     assert outcomes[0].said.count("ridgeline: ") == 1 and text in outcomes[0].said
     assert outcomes[1].said == ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("wrong", "layout", "text"),
+    [
+        (
+            train_with_a_typo,
+            "tp",
+            "'model.layers.*.mlp.gate_prj' must match a module, got no match",
+        ),
+        (
+            train_sharded_first,
+            "dp-shard",
+            "recomputation and compilation must come before sharding",
+        ),
+    ],
+)
+def test_a_model_that_is_put_together_wrongly(tmp_path, two, wrong, layout, text):
+    outcomes = run_ranks(tmp_path / "ranks", 2, wrong, words(two(), f"--layout.{layout}", "2"))
+    assert [outcome.code for outcome in outcomes] == [2, 2], outcomes
+    assert outcomes[0].said.count("ridgeline: ") == 1 and text in outcomes[0].said
+    assert outcomes[1].said == ""
+
+
+@pytest.mark.dist
+def test_heads_that_do_not_divide(tmp_path, two, small_model):
+    shape = json.loads((small_model / "config.json").read_text())
+    shape |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+    (small_model / "config.json").write_text(json.dumps(shape))
+    outcomes = run_ranks(tmp_path / "ranks", 2, command_line, words(two(), "--layout.tp", "2"))
+    assert [outcome.code for outcome in outcomes] == [2, 2], outcomes
+    text = "ridgeline: layout: tp must divide the 3 query heads, got 2; use a divisor of 3"
+    assert [outcome.said.count(text) for outcome in outcomes] == [1, 0]
+
+
+@pytest.mark.dist
+def test_tensor_parallel_across_nodes_is_said_once(tmp_path, two):
+    line = words(two(), "--layout.tp", "2", "--checkpoint.no-export")
+    outcomes = run_ranks(tmp_path / "ranks", 2, train_on_small_nodes, line)
+    done(outcomes)
+    text = "tp 2 does not divide the 1 ranks of a node, so tp groups cross nodes"
+    assert [outcome.said.count(text) for outcome in outcomes] == [1, 0]
 
 
 @pytest.mark.dist

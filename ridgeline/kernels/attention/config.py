@@ -10,7 +10,7 @@ tile that `is_valid` accepts. `candidates` and `decode_candidates` list what a t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -36,7 +36,12 @@ class TileConfig:
     branch: bool = False
     """The mask as a branch of one loop, not as separate loops."""
     held: bool = False
-    """Q (in dQ: and dO) is an operand in registers, not in shared memory."""
+    """Q (in dQ: and dO) is an operand in registers, not in shared memory.
+
+    Of tiles with less keys than head dims: where the products that a step begins and ends with give
+    results of one width, ptxas (12.8 and 13.0) puts P or dS into the registers of Q, which the next
+    step still reads (docs/log/attention_triton.md).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +126,8 @@ def is_valid(problem: AttentionProblem, arch: Arch, kernel: str, tile: TileConfi
         return "an operand in registers is for 16-bit fwd and dq tiles of sm90"
     if tile.held and (tile.block_n > 64 or max(block_dims(problem)) > 128):
         return "an operand in registers is for up to 64 keys and head dim 128"
+    if tile.held and tile.block_n >= min(block_dims(problem)):
+        return "an operand in registers is for tiles of less keys than head dims"
     if tile.tma and (not arch.is_gpu or int(arch.name[2:]) < 90):
         return f"tensor descriptors need sm90, not {arch.name}"
     if (needed := smem_bytes(problem, kernel, tile)) > arch.smem_bytes:
@@ -288,8 +295,9 @@ def _choose(
     if _is_hopper_table(problem, arch):
         place = (_bucket(problem), _mask_kind(problem))
         tile = _FORWARD_SM90[place] if kernel == "fwd" else getattr(_BACKWARD_SM90[place], kernel)
-        if is_valid(problem, arch, kernel, tile) is None:
-            return tile, "table"
+        for form in (tile, replace(tile, held=False)):
+            if is_valid(problem, arch, kernel, form) is None:
+                return form, "table"
     return _fallback(problem, arch, kernel), "fallback"
 
 

@@ -61,6 +61,30 @@ def row_start(c, b, start_q):
 
 
 @triton.jit
+def rows_of(x, row, start):
+    """Where a sequence's rows begin; x is (pointer, strides, ...)."""
+    return x[0] + row * x[1][0] + start * x[1][1]
+
+
+@triton.jit
+def head_of(x, row, start, h_64):
+    """Where they begin of a head."""
+    return rows_of(x, row, start) + h_64 * x[1][2]
+
+
+@triton.jit
+def head_offset(x, row, start, h_64):
+    """`head_of` from the pointer. (The sum's order is part of what the compiler makes of it.)"""
+    return row * x[1][0] + start * x[1][1] + h_64 * x[1][2]
+
+
+@triton.jit
+def row_of(row_strides, row, h_64):
+    """Where a head's delta and LSE begin, but for the sequence's `row_start`."""
+    return row * row_strides[0] + h_64 * row_strides[1]
+
+
+@triton.jit
 def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.constexpr):
     """Grid (query tiles, heads, batch) or the list's: delta and lse_log2 of each row.
 
@@ -72,12 +96,10 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.const
     row_q, start_q, stored, S, _, _, _, _ = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):
-        o_ptr, o_strides = o_x
-        do_ptr, do_strides = do_x
-        o_ptr += row_q * o_strides[0] + start_q * o_strides[1] + h * o_strides[2]
-        do_ptr += row_q * do_strides[0] + start_q * do_strides[1] + h * do_strides[2]
-        o = load_rows(o_ptr, o_strides[1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
-        do = load_rows(do_ptr, do_strides[1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+        o_ptr = o_x[0] + head_offset(o_x, row_q, start_q, h)
+        do_ptr = do_x[0] + head_offset(do_x, row_q, start_q, h)
+        o = load_rows(o_ptr, o_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
+        do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         i = m0 + tl.arange(0, v.block_m)
         lse_ptr, stride_b, stride_h = lse_x
@@ -92,7 +114,7 @@ def attention_rows(o_x, do_x, lse_x, dlse_x, rows_x, row_strides, c, v: tl.const
         delta = tl.where(empty, 0.0, delta)
         if rows_x[2] is not None:
             tl.store(rows_x[2] + at, delta, mask=i < stored)
-        row = row_q * row_strides[0] + h * row_strides[1] + row_start(c, b, start_q)
+        row = row_of(row_strides, row_q, h) + row_start(c, b, start_q)
         tl.store(rows_x[0] + row + i, delta)
         tl.store(rows_x[1] + row + i, tl.where(empty, float("inf"), lse * LOG2E))
         if m0 + v.block_m >= stored:  # the rest of what larger tiles read
@@ -182,40 +204,28 @@ def _dkdv_step(
 
 
 @triton.jit
-def dkdv_tile(
-    which,
-    tensors,
-    q_desc,
-    k_desc,
-    v_desc,
-    do_desc,
-    rows_x,
-    grads_x,
-    row_strides,
-    c,
-    seeds,
-    v: tl.constexpr,
-):
-    """dK and dV of a key tile; which is (tile, kv head, sequence), the rest as `attention_dkdv`."""
+def dkdv_tile(which, inputs, grads_x, c, v: tl.constexpr):
+    """dK and dV of a key tile; which is (tile, kv head, sequence), inputs (tensors, descriptors,
+    rows_x, row_strides, seeds), the rest as `attention_dkdv`."""
     BLOCK_N: tl.constexpr = v.block_n
     BLOCK_D: tl.constexpr = v.block_d
     BLOCK_DV: tl.constexpr = v.block_dv
     tile, g, b = which
+    tensors, descriptors, rows_x, row_strides, seeds = inputs
     q_x, k_x, v_x, do_x = tensors
+    q_desc, k_desc, v_desc, do_desc = descriptors
     seed, offset = seeds
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     _, _, stored = stored_keys(c, tl.maximum(b, 0))
     n0 = tile * v.block_n
     if (n0 < stored) & (b >= 0):
         g_64 = g.to(tl.int64)
-        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
-        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_ptr, v_ptr = head_of(k_x, row_k, start_k, g_64), head_of(v_x, row_k, start_k, g_64)
         k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
         v_at = (v_ptr, row_k, start_k, g, v_ptr, v_ptr)
         k = load_keys(k_x, k_desc, k_at, n0, pad, T, c, 1, v.head_dim, v.block_d, v)
         val = load_keys(v_x, v_desc, v_at, n0, pad, T, c, 1, v.head_dim_v, v.block_dv, v)
-        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1]
-        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1]
+        q_ptr, do_ptr = rows_of(q_x, row_q, start_q), rows_of(do_x, row_q, start_q)
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
         first, full_first, full_end, end = query_spans(n0, S, T, pad, c, v)
@@ -224,7 +234,7 @@ def dkdv_tile(
             h_64 = h.to(tl.int64)
             q_at = (q_ptr + h_64 * q_x[1][2], row_q, start_q, h)
             do_at = (do_ptr + h_64 * do_x[1][2], row_q, start_q, h)
-            at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q)
+            at = row_of(row_strides, row_q, h_64) + row_start(c, b, start_q)
             rows = (rows_x[0] + at, rows_x[1] + at)
             place = (b, h, S, T, pad, seed, offset, full_first, full_end)
             kv, qs = (k, val), (q_x, do_x, q_desc, do_desc, q_at, do_at)
@@ -249,16 +259,16 @@ def dkdv_tile(
                 if v.left:
                     for m in tl.range(full_end, end, v.block_m, num_stages=v.num_stages):
                         dk, dv = _dkdv_step((dk, dv), kv, qs, rows, place, n0, m, 1, c, v)
-        dk_ptr, dk_strides, dv_ptr, dv_strides = grads_x
-        dk_ptr += row_k * dk_strides[0] + start_k * dk_strides[1] + g_64 * dk_strides[2]
-        dv_ptr += row_k * dv_strides[0] + start_k * dv_strides[1] + g_64 * dv_strides[2]
+        dk_x, dv_x = grads_x
+        dk_ptr = dk_x[0] + head_offset(dk_x, row_k, start_k, g_64)
+        dv_ptr = dv_x[0] + head_offset(dv_x, row_k, start_k, g_64)
         dk = dk * c.scale
         if not v.whole_n:
             j = n0 + tl.arange(0, v.block_n)
             exists = ((j >= pad) & (j < T))[:, None]
             dk, dv = tl.where(exists, dk, 0.0), tl.where(exists, dv, 0.0)
-        store_rows(dk_ptr, dk_strides[1], n0, stored, dk, v.block_n, v.head_dim, v.block_d)
-        store_rows(dv_ptr, dv_strides[1], n0, stored, dv, v.block_n, v.head_dim_v, v.block_dv)
+        store_rows(dk_ptr, dk_x[1][1], n0, stored, dk, v.block_n, v.head_dim, v.block_d)
+        store_rows(dv_ptr, dv_x[1][1], n0, stored, dv, v.block_n, v.head_dim_v, v.block_dv)
 
 
 @triton.jit(do_not_specialize=["seed", "offset"])
@@ -281,13 +291,11 @@ def attention_dkdv(
 ):
     """Grid (key tiles, kv heads, batch) or the list's. *_x are (pointer, strides, flat strides).
 
-    grads_x is (dk, strides, dv, strides).
+    grads_x is ((dk, strides), (dv, strides)).
     """
-    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
-    which = tile_of(c, False)
-    dkdv_tile(
-        which, tensors, q_desc, k_desc, v_desc, do_desc, rows_x, grads_x, row_strides, c, seeds, v
-    )
+    tensors, descriptors = (q_x, k_x, v_x, do_x), (q_desc, k_desc, v_desc, do_desc)
+    inputs = (tensors, descriptors, rows_x, row_strides, (seed, offset))
+    dkdv_tile(tile_of(c, False), inputs, grads_x, c, v)
 
 
 @triton.jit
@@ -319,45 +327,32 @@ def _dq_step(dq, queries, kv, rows, place, n, MASKED: tl.constexpr, c, v: tl.con
 
 
 @triton.jit
-def dq_tile(
-    which,
-    tensors,
-    q_desc,
-    k_desc,
-    v_desc,
-    do_desc,
-    rows_x,
-    dq_x,
-    row_strides,
-    c,
-    seeds,
-    v: tl.constexpr,
-):
-    """dQ of a query tile; which is (tile, head, sequence), the rest as `attention_dq`."""
+def dq_tile(which, inputs, dq_x, c, v: tl.constexpr):
+    """dQ of a query tile; which is (tile, head, sequence), inputs as in `dkdv_tile`, the rest as
+    `attention_dq`."""
     BLOCK_M: tl.constexpr = v.block_m
     BLOCK_D: tl.constexpr = v.block_d
     tile, h, b = which
+    tensors, descriptors, rows_x, row_strides, seeds = inputs
     q_x, k_x, v_x, do_x = tensors
+    q_desc, k_desc, v_desc, do_desc = descriptors
     seed, offset = seeds
     row_q, start_q, stored, S, row_k, start_k, T, pad = sequence(c, tl.maximum(b, 0))
     m0 = tile * v.block_m
     if (m0 < stored) & (b >= 0):
         g = h // v.group
         h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-        q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
-        do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
-        q_at = (q_ptr, row_q, start_q, h)
-        do_at = (do_ptr, row_q, start_q, h)
+        q_at = (head_of(q_x, row_q, start_q, h_64), row_q, start_q, h)
+        do_at = (head_of(do_x, row_q, start_q, h_64), row_q, start_q, h)
         q = load_queries(q_x, q_desc, q_at, m0, S, v.head_dim, v.block_d, v)
         do = load_queries(do_x, do_desc, do_at, m0, S, v.head_dim_v, v.block_dv, v)
         if v.held:
             q, do = in_registers(q, v.block_d), in_registers(do, v.block_dv)
-        k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
-        v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+        k_ptr, v_ptr = head_of(k_x, row_k, start_k, g_64), head_of(v_x, row_k, start_k, g_64)
         k_at = (k_ptr, row_k, start_k, g, k_ptr, k_ptr)
         v_at = (v_ptr, row_k, start_k, g, v_ptr, v_ptr)
         i_m = m0 + tl.arange(0, v.block_m)
-        at = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
+        at = row_of(row_strides, row_q, h_64) + row_start(c, b, start_q) + i_m
         delta, lse = tl.load(rows_x[0] + at), tl.load(rows_x[1] + at)
         rows = (i_m, lse, delta)
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -384,10 +379,9 @@ def dq_tile(
             if v.right or not v.whole_n:
                 for n in tl.range(full_end, end, v.block_n, num_stages=v.num_stages):
                     dq = _dq_step(dq, qs, kv, rows, place, n, 1, c, v)
-        dq_ptr, dq_strides = dq_x
-        dq_ptr += row_q * dq_strides[0] + start_q * dq_strides[1] + h_64 * dq_strides[2]
+        dq_ptr = dq_x[0] + head_offset(dq_x, row_q, start_q, h_64)
         dq = dq * c.scale
-        store_rows(dq_ptr, dq_strides[1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
+        store_rows(dq_ptr, dq_x[1][1], m0, stored, dq, v.block_m, v.head_dim, v.block_d)
 
 
 @triton.jit(do_not_specialize=["seed", "offset"])
@@ -409,9 +403,9 @@ def attention_dq(
     v: tl.constexpr,
 ):
     """Grid (query tiles, heads, batch) or the list's. *_x are (pointer, strides, flat strides)."""
-    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
-    which = tile_of(c, v.right)
-    dq_tile(which, tensors, q_desc, k_desc, v_desc, do_desc, rows_x, dq_x, row_strides, c, seeds, v)
+    tensors, descriptors = (q_x, k_x, v_x, do_x), (q_desc, k_desc, v_desc, do_desc)
+    inputs = (tensors, descriptors, rows_x, row_strides, (seed, offset))
+    dq_tile(tile_of(c, v.right), inputs, dq_x, c, v)
 
 
 @triton.jit(do_not_specialize=["seed", "offset"])
@@ -443,60 +437,22 @@ def attention_grads(
     neighbours. Source: one launch for both is FlexAttention's (PyTorch 2.11,
     torch/_inductor/kernel/flex).
     """
-    tensors, seeds = (q_x, k_x, v_x, do_x), (seed, offset)
+    tensors, descriptors = (q_x, k_x, v_x, do_x), (q_desc, k_desc, v_desc, do_desc)
+    inputs = (tensors, descriptors, rows_x, row_strides, (seed, offset))
     place, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if place < tiles[0]:
-        key = (place, g, b)
+        which = (place, g, b)
         if c.tiles is not None:
-            key = listed(c, place)
-        dkdv_tile(
-            key,
-            tensors,
-            q_desc,
-            k_desc,
-            v_desc,
-            do_desc,
-            rows_x,
-            grads_x,
-            row_strides,
-            c,
-            seeds,
-            v,
-        )
+            which = listed(c, place)
+        dkdv_tile(which, inputs, grads_x, c, v)
     elif c.tiles is not None:
-        dq_tile(
-            listed(c_dq, place - tiles[0]),
-            tensors,
-            q_desc,
-            k_desc,
-            v_desc,
-            do_desc,
-            rows_x,
-            dq_x,
-            row_strides,
-            c_dq,
-            seeds,
-            v_dq,
-        )
+        dq_tile(listed(c_dq, place - tiles[0]), inputs, dq_x, c_dq, v_dq)
     else:
         place -= tiles[0]
         tile = place // v.group
         if v.right:  # longest first, as in `tile_of`
             tile = tiles[1] - 1 - tile
-        dq_tile(
-            (tile, g * v.group + place % v.group, b),
-            tensors,
-            q_desc,
-            k_desc,
-            v_desc,
-            do_desc,
-            rows_x,
-            dq_x,
-            row_strides,
-            c,
-            seeds,
-            v_dq,
-        )
+        dq_tile((tile, g * v.group + place % v.group, b), inputs, dq_x, c, v_dq)
 
 
 @triton.jit
@@ -506,16 +462,14 @@ def _bias_tile(q_x, k_x, v_x, do_x, rows_x, row_strides, at, c, seeds, v: tl.con
     row_q, start_q, _, S, row_k, start_k, T, pad = sequence(c, b)
     g = h // v.group
     h_64, g_64 = h.to(tl.int64), g.to(tl.int64)
-    q_ptr = q_x[0] + row_q * q_x[1][0] + start_q * q_x[1][1] + h_64 * q_x[1][2]
-    do_ptr = do_x[0] + row_q * do_x[1][0] + start_q * do_x[1][1] + h_64 * do_x[1][2]
-    k_ptr = k_x[0] + row_k * k_x[1][0] + start_k * k_x[1][1] + g_64 * k_x[1][2]
-    v_ptr = v_x[0] + row_k * v_x[1][0] + start_k * v_x[1][1] + g_64 * v_x[1][2]
+    q_ptr, do_ptr = head_of(q_x, row_q, start_q, h_64), head_of(do_x, row_q, start_q, h_64)
+    k_ptr, v_ptr = head_of(k_x, row_k, start_k, g_64), head_of(v_x, row_k, start_k, g_64)
     q = load_rows(q_ptr, q_x[1][1], m0, 0, S, v.block_m, v.head_dim, v.block_d)
     k = load_rows(k_ptr, k_x[1][1], n0, pad, T, v.block_n, v.head_dim, v.block_d)
     do = load_rows(do_ptr, do_x[1][1], m0, 0, S, v.block_m, v.head_dim_v, v.block_dv)
     values = load_rows(v_ptr, v_x[1][1], n0, pad, T, v.block_n, v.head_dim_v, v.block_dv)
     i_m = m0 + tl.arange(0, v.block_m)
-    row = row_q * row_strides[0] + h_64 * row_strides[1] + row_start(c, b, start_q) + i_m
+    row = row_of(row_strides, row_q, h_64) + row_start(c, b, start_q) + i_m
     delta = tl.load(rows_x[0] + row, mask=i_m < S, other=0.0)
     lse = tl.load(rows_x[1] + row, mask=i_m < S, other=float("inf"))
     i, j = i_m[:, None], n0 + tl.arange(0, v.block_n)[None, :]

@@ -2,6 +2,7 @@
 plain PyTorch's. Inference only; shapes are the engine's own and not checked.
 
 overlapped(): the same operations as kernels that start while the previous one of the stream ends.
+joined(): what stands around the matmuls of a step of single tokens, as few kernels.
 """
 
 from __future__ import annotations
@@ -34,6 +35,25 @@ def overlapped() -> Any:
     made = importlib.import_module("ridgeline.kernels.step.triton")
     names = ("add_rms_norm", "rope_append", "silu_mul")
     return SimpleNamespace(**{name: partial(getattr(made, name), overlap=True) for name in names})
+
+
+def joined(heads: tuple[int, int, int], sequences: int, device: torch.device, overlap: bool) -> Any:
+    """embed_norm, decode_attention and choose (ref.py says what each is) with memory of their own
+    for at most so many sequences. heads: of queries, of keys, and their dim."""
+    if module_for(device.type).__name__.endswith(".ref"):
+        ref = importlib.import_module("ridgeline.kernels.step.ref")
+        names = ("embed_norm", "decode_attention", "choose")
+        return SimpleNamespace(**{name: getattr(ref, name) for name in names})
+    ends = importlib.import_module("ridgeline.kernels.step.triton_ends")
+    attend = importlib.import_module("ridgeline.kernels.step.triton_attend")
+    H, G, D = heads
+    parts = attend.AttendScratch.of(sequences, H, G, D, device)
+    found = ends.chooser(sequences, device)
+    return SimpleNamespace(
+        embed_norm=partial(ends.embed_norm, overlap=overlap),
+        decode_attention=partial(attend.decode_attention, scratch=parts, overlap=overlap),
+        choose=partial(ends.choose, scratch=found, overlap=overlap),
+    )
 
 
 def row_configs() -> tuple[Any, ...]:

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """The sequences of a step of single tokens: keys with the new one, and pages; int32, the rows
+    of each as far apart as they like."""
+
+    keys_B: torch.Tensor
+    pages_BU: torch.Tensor
+    page_tokens: int
+
+    def slots(self, row: int) -> torch.Tensor:
+        """Where a row's keys lie in the cache, the new one last."""
+        n = torch.arange(int(self.keys_B[row]), device=self.pages_BU.device)
+        size = self.page_tokens
+        return self.pages_BU[row].long()[n // size] * size + n % size
 
 
 def add_rms_norm(
@@ -73,3 +92,52 @@ def row_linear(
         return F.linear(x_1C, weight_NC, bias_N)
     bias = None if bias_N is None else bias_N.to(dtype)
     return F.linear(x_1C.to(dtype), weight_NC.to(dtype), bias)
+
+
+def embed_norm(
+    tokens_P: torch.Tensor, table_VC: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of a table, their RMS norm); tokens may be a column of a wider tensor."""
+    x_PC = F.embedding(tokens_P, table_VC)
+    return x_PC, F.rms_norm(x_PC, x_PC.shape[-1:], weight_C, eps)
+
+
+def decode_attention(
+    qkv_BHD: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    flat: tuple[torch.Tensor, torch.Tensor],
+    table: DecodeTable,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of one token a sequence over its pages, itself included: heads normed (with norms:
+    weights of queries and keys, and epsilon) and rotated, the new key and value written.
+
+    Shapes: qkv [B, H + 2 G, D]; angles and flat as rope_append. Returns [B, H, D].
+    """
+    G, D = flat[0].shape[1:]
+    H = qkv_BHD.shape[1] - 2 * G
+    if norms is not None:
+        q = F.rms_norm(qkv_BHD[:, :H], (D,), norms[0], norms[2])
+        k = F.rms_norm(qkv_BHD[:, H : H + G], (D,), norms[1], norms[2])
+        qkv_BHD = torch.cat((q, k, qkv_BHD[:, H + G :]), dim=1)
+    every = [table.slots(row) for row in range(len(qkv_BHD))]
+    own = torch.stack([slots[-1] for slots in every])
+    q_BHD = rope_append(qkv_BHD, H, angles, table.keys_B.long() - 1, own, flat)
+    out_BHD = torch.empty_like(q_BHD)
+    for row, slots in enumerate(every):
+        k, v = (x[slots[-(window or 0) :]].float() for x in flat)
+        k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
+        score = torch.einsum("hd,thd->ht", q_BHD[row].float(), k) / math.sqrt(D)
+        out_BHD[row] = torch.einsum("ht,thd->hd", score.softmax(-1), v)
+    return out_BHD
+
+
+def choose(logits_RV: torch.Tensor, numbers_RN: torch.Tensor) -> torch.Tensor:
+    """The likeliest tokens, int64 [R]. Each row of numbers (int32: token, position, slot, keys,
+    tokens a step, ..) gets its token and is moved on."""
+    tokens_R = logits_RV.argmax(-1)
+    numbers_RN[:, 0].copy_(tokens_R)
+    numbers_RN[:, 1:4] += numbers_RN[:, 4:5]
+    return tokens_R

@@ -48,10 +48,11 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    _start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * C
     cols = tl.arange(0, BLOCK)
     mask = cols < C
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    _start(OVERLAP)  # what no kernel of the step wrote is on its way
     x = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row + cols, mask=mask, other=0.0)
@@ -59,7 +60,6 @@ def _add_rms_norm(
         tl.store(x_ptr + row + cols, x, mask=mask)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row + cols, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 

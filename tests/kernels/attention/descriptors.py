@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-_INSTRUCTION = re.compile(r"^\S+\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*?);")
+from .machine_code import Instruction
+
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _HGMMA = re.compile(r"HGMMA\S* R\d+, (R\d+, )?gdesc\[UR(\d+)\]")
 _KEPT = ("UIADD3", "UIADD3.64", "UMOV", "USGXT.U32", "USHF.R.U32.HI", "ULOP3.LUT", "ULEA", "USEL")
@@ -43,13 +44,11 @@ def shared_by_modes(ptx: str) -> dict[str, set[int]]:
     return {where: modes for where, modes in found.items() if len(modes) > 1}
 
 
-def lost_bases(sass: str) -> list[str]:
-    """Products of a disassembly that read a descriptor whose low word does not lead back to the
-    base of shared memory, by the last write before each use in program order."""
-    lines = [_INSTRUCTION.match(line) for line in sass.splitlines()]
-    code = [(m[1], m[2]) for m in lines if m]
+def lost_bases(code: list[Instruction]) -> list[str]:
+    """Products that read a descriptor whose low word does not lead back to the base of shared
+    memory, by the last write before each use in program order."""
     writes = defaultdict(list)
-    for at, (name, operands) in enumerate(code):
+    for at, (_, name, operands, _) in enumerate(code):
         target = re.match(r"UR(\d+)\b", operands)
         if target and name != "HGMMA":
             first = int(target[1])
@@ -72,7 +71,7 @@ def lost_bases(sass: str) -> list[str]:
         return any(leads_home(source, at, depth + 1) for source in sources)
 
     bad = []
-    for at, (name, operands) in enumerate(code):
+    for at, (_, name, operands, _) in enumerate(code):
         found = _HGMMA.match(f"{name} {operands}")
         if found is None:
             continue

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from . import cases, descriptors
+from . import cases
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from . import descriptors, machine_code
 from .test_triton_compile import SM90, config, kernels, launches, plan
 
 KINDS = {
@@ -53,7 +54,9 @@ def check(dims, kind):
     for name, kernel in compiled(dims, kind):
         shared = descriptors.shared_by_modes(kernel.asm["ptx"])
         assert not shared, f"{name}: one place in shared memory, several modes: {shared}"
-        assert not descriptors.lost_bases(kernel.asm["sass"]), name
+        code = machine_code.disassembly(kernel.asm["cubin"])
+        assert not descriptors.lost_bases(code), name
+        assert not machine_code.overwritten_operands(code), name
 
 
 @pytest.mark.parametrize("dims, kind", [((40, 24), "paged"), ((16, 64), "bias")])
@@ -77,23 +80,25 @@ def test_two_modes_are_seen(monkeypatch):
     [modes] = descriptors.shared_by_modes(kernel.asm["ptx"]).values()
     assert len(modes) == 2
     if plan.triton.__version__.startswith("3.6."):  # its ptxas 12.8
-        assert len(descriptors.lost_bases(kernel.asm["sass"])) == 7
+        code = machine_code.disassembly(kernel.asm["cubin"])
+        assert len(descriptors.lost_bases(code)) == 7
 
 
 LOST = """
---:-:-:-:1 UMOV UR24, 0x400;
---:-:-:-:1 ULEA UR24, UR4, UR24, 0x18;
---:-:-:-:1 UIMAD UR22, UR12, UR16, URZ;
---:-:-:-:1 UIADD3 UR22, UP1, {source}, 0x40, URZ;
---:-:-:-:1 USHF.R.U32.HI UR50, URZ, 0x4, UR24;
---:-:-:-:1 HGMMA.64x32x16.F32.BF16 R88, R24, gdesc[UR48].tnspB, R88;
---:-:-:-:1 HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR20].tnspB, R88;
+    /*0010*/ UMOV UR24, 0x400 ;
+    /*0020*/ ULEA UR24, UR4, UR24, 0x18 ;
+    /*0030*/ UIMAD UR22, UR12, UR16, URZ ;
+    /*0040*/ UIADD3 UR22, UP1, {source}, 0x40, URZ ;
+    /*0050*/ USHF.R.U32.HI UR50, URZ, 0x4, UR24 ;
+    /*0060*/ HGMMA.64x32x16.F32.BF16 R88, R24, gdesc[UR48].tnspB, R88 ;
+    /*0070*/ HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR20].tnspB, R88 ;
 """
 
 
 @pytest.mark.parametrize("source, count", [("UR22", 1), ("UR24", 0)])
 def test_a_lost_base_is_seen(source, count):
-    assert len(descriptors.lost_bases(LOST.format(source=source))) == count
+    code = machine_code.instructions(LOST.format(source=source))
+    assert len(descriptors.lost_bases(code)) == count
 
 
 @pytest.mark.parametrize("dtype, full", [("bfloat16", 64), ("float32", 32)])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +29,10 @@ import triton
 from ridgeline.kernels.attention import triton as kernels
 from ridgeline.kernels.attention import triton_plan as plan
 
+from . import descriptors, machine_code
+
 SM90 = pretend("sm90")
 MASKS = ("full", "causal", "window")
-NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def inputs(dim, mask, seqlen=4096, page=0, dtype=torch.bfloat16, extras=None, heads=2):
@@ -60,17 +59,6 @@ def launches(x):
     return found + kernels.BackwardPlan(x, out, None, out, lse, backward).launches()
 
 
-def resources(compiled, tmp_path):
-    """(registers, stack bytes) by cuobjdump, and the disassembly."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    shown = subprocess.run(
-        [NVIDIA / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", shown).groups()
-    return int(registers), int(stack), compiled.asm["sass"]
-
-
 # Stack bytes by (head dim, mask, kernel) of the two that spill, each measured at 16k against tiles
 # without a spill (H200): head dim 128 causal, dK/dV and dQ in one launch, 5,617 us against 5,920
 # (the branch form for dK/dV, 2026-11-30); 256 with a window 1,320 us against 1,654 and 2,078.
@@ -80,21 +68,28 @@ SPILLS = {
 }
 
 
-def check_table_kernel(launch, tmp_path, dim, mask):
+def check_table_kernel(launch, dim, mask):
+    """The kernel's machine code is what its tile was measured with."""
     compiled = plan.compile_for(launch)
-    registers, stack, sass = resources(compiled, tmp_path)
+    cubin = compiled.asm["cubin"]
+    registers, stack = machine_code.resources(cubin)
+    code = machine_code.disassembly(cubin)
+    used = {one.name.split(".")[0] for one in code}
     name = launch.kernel.__name__
     assert ".target sm_90a" in compiled.asm["ptx"]
     spilled = SPILLS.get((dim, mask, name), 0)
     if spilled and not triton.__version__.startswith("3.6."):
         spilled = stack  # these bytes are the compiler's; every other tile spills under none
     assert stack == spilled, f"{name} spills {stack} bytes"
-    assert bool(re.search(r"\b(LDL|STL)\b", sass)) == bool(spilled)
+    assert bool({"LDL", "STL"} & used) == bool(spilled)
     assert registers <= 65536 // (32 * compiled.metadata.num_warps)
     assert compiled.metadata.shared <= SM90.smem_bytes
     if name != "attention_rows":
-        assert "HGMMA" in sass, f"{name} has no wgmma"
-        assert "UTMALDG" in sass, f"{name} has no TMA loads"
+        assert "HGMMA" in used, f"{name} has no wgmma"
+        assert "UTMALDG" in used, f"{name} has no TMA loads"
+        assert not machine_code.overwritten_operands(code), name
+        assert not descriptors.shared_by_modes(compiled.asm["ptx"]), name
+        assert not descriptors.lost_bases(code), name
 
 
 def test_held_operands_are_read_from_registers():
@@ -107,9 +102,45 @@ def test_held_operands_are_read_from_registers():
     counts = {}
     for held in (True, False):
         [launch] = backward.launch("dq", replace(tiles.dq, held=held))
-        sass = plan.compile_for(launch).asm["sass"]
-        counts[held] = len(re.findall(r"HGMMA\S* R\d+, R\d+, gdesc", sass))
+        code = machine_code.disassembly(plan.compile_for(launch).asm["cubin"])
+        products = (one.operands for one in code if one.name.startswith("HGMMA"))
+        counts[held] = sum(bool(re.match(r"R\d+, R\d+, gdesc", ops)) for ops in products)
     assert counts[True] - counts[False] == 16
+
+
+def test_an_overwritten_operand_is_seen():
+    """What `is_valid` refuses: the products of a step begin and end with results of one width."""
+    x = inputs(64, "causal", seqlen=512)
+    tile = config.TileConfig(
+        block_m=64, block_n=64, num_warps=4, num_stages=2, tma=True, branch=True, held=True
+    )
+    assert "less keys" in config.is_valid(plan.problem_of(x, "bwd"), SM90, "dq", tile)
+    out, lse = kernels.forward_outputs(x)
+    tiles = config.backward_config(plan.problem_of(x, "bwd"), SM90)
+    [launch] = kernels.BackwardPlan(x, out, None, out, lse, tiles).launch("dq", tile)
+    code = machine_code.disassembly(plan.compile_for(launch).asm["cubin"])
+    found = machine_code.overwritten_operands(code)
+    if triton.__version__.startswith("3.6."):  # its ptxas 12.8; 13.0 does the same
+        assert len(found) == 4  # the 64 columns of Q
+
+
+LOOP = """
+    /*0010*/ F2FP.BF16.F32.PACK_AB R24, R1, R2 ;
+    /*0020*/ HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR8], RZ, !UPT ;
+    /*0030*/ F2FP.BF16.F32.PACK_AB {target}, R56, R57 ;
+    /*0040*/ HGMMA.64x64x16.F32.BF16 R88, {target}, gdesc[UR8].tnspB, R88 ;
+    /*0050*/ @!P0 BRA {to} ;
+    /*0060*/ EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    "target, to, count", [("R24", "0x20", 1), ("R28", "0x20", 0), ("R24", "0x10", 0)]
+)
+def test_a_loop_that_writes_its_operand(target, to, count):
+    code = machine_code.instructions(LOOP.format(target=target, to=to))
+    assert len(code) == 6 and code[4].guarded and not code[5].guarded
+    assert len(machine_code.overwritten_operands(code)) == count
 
 
 def test_tiles_that_cannot_be_held_or_joined():
@@ -121,6 +152,9 @@ def test_tiles_that_cannot_be_held_or_joined():
         (dq, "dq", problem(128, dtype="float32"), SM90),
         (dq, "dq", problem(256), SM90),
         (replace(dq, block_n=128), "dq", problem(128), SM90),
+        (dq, "dq", problem(64, 128), SM90),
+        (dq, "dq", problem(128, 40), SM90),
+        (dq, "fwd", problem(128, 64), SM90),
     ):
         assert "operand in registers" in config.is_valid(p, arch, kernel, bad)
     assert config.can_join(replace(dq, num_stages=2, held=False), dq)
@@ -131,29 +165,27 @@ def test_tiles_that_cannot_be_held_or_joined():
     assert found.dq == other and not found.joined
 
 
-@pytest.mark.parametrize("dim, mask", [(64, "causal"), (128, "window")])
-def test_table_kernels(dim, mask, tmp_path):
-    for launch in launches(inputs(dim, mask)):
-        check_table_kernel(launch, tmp_path, dim, mask)
+TABLE = [(dim, mask, direction) for dim in (64, 128, 256) for mask in MASKS for direction in "fb"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", MASKS)
-def test_all_table_kernels(dim, mask, tmp_path):
-    for launch in launches(inputs(dim, mask)):
-        check_table_kernel(launch, tmp_path, dim, mask)
+@pytest.mark.parametrize("dim, mask, direction", TABLE)
+def test_table_kernels(dim, mask, direction):
+    found = launches(inputs(dim, mask))
+    assert found[0].kernel.__name__ == "attention_fwd" and len(found) >= 3
+    for launch in found[:1] if direction == "f" else found[1:]:
+        check_table_kernel(launch, dim, mask)
 
 
 @pytest.mark.parametrize("page", [16, 256])
-def test_decode_kernels(page, tmp_path):
+def test_decode_kernels(page):
     split, merge = launches(inputs(128, "causal", page=page))
     compiled = plan.compile_for(split)
-    registers, stack, sass = resources(compiled, tmp_path)
-    assert stack == 0 and "HMMA" in sass
-    assert ("UTMALDG" in sass) == (page == 256)
+    registers, stack = machine_code.resources(compiled.asm["cubin"])
+    used = {one.name.split(".")[0] for one in machine_code.disassembly(compiled.asm["cubin"])}
+    assert stack == 0 and "HMMA" in used
+    assert ("UTMALDG" in used) == (page == 256)
     assert compiled.metadata.shared <= SM90.smem_bytes
-    assert resources(plan.compile_for(merge), tmp_path)[1] == 0
+    assert machine_code.resources(plan.compile_for(merge).asm["cubin"])[1] == 0
 
 
 @pytest.mark.slow
@@ -197,6 +229,33 @@ def test_invalid_tiles_say_why():
     ):
         kind = dict(block_m=128, block_n=128, num_warps=8, num_stages=2) | bad
         assert why in config.is_valid(p, SM90, "fwd", config.TileConfig(**kind)), bad
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "dq"])
+def test_no_choice_holds_what_the_compiler_overwrites(kernel):
+    """Neither the table nor the tuner holds Q in tiles whose products give results of one width."""
+    held, dims = 0, (16, 40, 64, 72, 96, 128, 136, 256)
+    for dim in dims:
+        for dim_v in dims:
+            for mask in ({}, dict(causal=True), dict(window_left=100)):
+                p = problem(dim, dim_v, dtype="bfloat16", **mask)
+                result = config.block_dims(p)[kernel == "fwd"]
+                both = config.backward_config(p, SM90)
+                shipped = config.forward_tile(p, SM90) if kernel == "fwd" else both.dq
+                if both.joined:
+                    assert config.can_join(both.dkdv, both.dq)
+                for tile in (shipped, *config.candidates(p, SM90, kernel)):
+                    held += tile.held
+                    assert not tile.held or tile.block_n != result, (dim, dim_v, tile)
+    assert held
+
+
+def test_what_cannot_be_held_keeps_its_tile():
+    wide, narrow = problem(128, causal=True), problem(32, 128, causal=True)
+    held, plain = (config.backward_config(p, SM90) for p in (wide, narrow))
+    assert held.dq.held and not plain.dq.held
+    assert replace(held.dq, held=False) == plain.dq and plain.joined
+    assert config.config_source(replace(narrow, direction="bwd"), SM90, {}) == "table"
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq"])

@@ -84,6 +84,30 @@ def test_two_widths_without_tma(kind, dims):
         cases.check_backward("triton", case, "cuda")
 
 
+WIDE = {
+    **cases.OPTIONS,
+    **{kind: dict(layout=kind, causal=True) for kind in ("varlen", "seqused", "leftpad")},
+    "varlen-full": dict(layout="varlen"),
+    "batch_idx": dict(layout="batch_idx", causal=True),
+    "transposed": dict(strides="transposed", causal=True),
+}
+
+
+MIXED = ("plain", "causal-window", "dropout", "everything", "varlen", "leftpad")
+WIDE_DIMS = [(kind, (128, 128)) for kind in WIDE]
+WIDE_DIMS += [(kind, dims) for kind in MIXED for dims in ((32, 128), (128, 40))]
+
+
+@pytest.mark.parametrize("kind, dims", WIDE_DIMS)
+def test_wide_heads(kind, dims):
+    """Every option with the tiles of head dim 128, Q and dO of dQ in registers or not
+    (machine_code.py says what went wrong)."""
+    sizes = dict(seqlen_q=200, seqlen_k=330, batch=3, dtype="bfloat16")
+    case = cases.Case(name=kind, dim=dims[0], dim_v=dims[1], **{**sizes, **WIDE[kind]})
+    cases.check_forward("triton", case, "cuda")
+    cases.check_backward("triton", case, "cuda")
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 def test_packed_lengths(dim, mask):

@@ -11,9 +11,10 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_interpreted.py, or on a GPU", allow_module_level=True)
 
-from ridgeline.kernels.step import ref, triton, triton_rows
+from ridgeline.kernels.step import ref, triton, triton_attend, triton_ends, triton_rows
 from ridgeline.kernels.step.op import overlapped
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (96, 1100), (1100, 48)
 
@@ -116,6 +117,115 @@ def test_a_chain_in_every_config(config, overlap):
         want = ref.row_linear(y, down)
     gap = (mine - plain).float().abs().max() / plain.float().abs().max()
     assert gap < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+# ---- one token a sequence ------------------------------------------------------------------------
+
+# Keys of each sequence, H, G, D, tokens a page, window, whether heads are normed, the cut.
+ATTENDED = {
+    "one key, many splits": ([1, 200], 8, 2, 128, 16, None, False, (16, 4)),
+    "at the edges of tiles": ([2, 32, 33, 65], 6, 2, 64, 32, None, True, (32, 16)),
+    "a window": ([100, 17, 21], 4, 4, 96, 16, 20, False, (16, 3)),
+    "several tiles a split": ([300], 9, 3, 64, 64, None, False, (32, 2)),
+    "one split": ([90], 4, 2, 128, 32, None, False, (32, 1)),
+}
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+
+
+def attended(case, dtype):
+    """Arguments of decode_attention but the scratch; (keys, values) of two equal caches."""
+    keys, H, G, D, W, window, normed, _ = case
+    B, U = len(keys), max(-(-k // W) for k in keys) + 2
+    angle = torch.rand(max(keys) + 1, 1, D // 2, device=DEVICE) * 6
+    cos, sin = (torch.cat(x, -1) for x in ([angle.cos()] * 2, [-angle.sin(), angle.sin()]))
+    numbers = torch.zeros(B, 8 + U, dtype=torch.int32, device=DEVICE)  # rows far apart
+    numbers[:, 3] = torch.tensor(keys, device=DEVICE)
+    numbers[:, 8:] = torch.randperm(B * U, device=DEVICE).view(B, U)
+    table = ref.DecodeTable(numbers[:, 3], numbers[:, 8:], W)
+    qkv = torch.randn(B, H + 2 * G, D, device=DEVICE).to(dtype)
+    kept = [torch.randn(B * U * W, G, D, device=DEVICE).to(dtype) for _ in range(2)]
+    weights = [torch.rand(D, device=DEVICE).to(dtype) for _ in range(2)]
+    options = {"window": window, "norms": (*weights, 1e-5) if normed else None}
+    return (qkv, (cos, sin)), table, [kept, [x.clone() for x in kept]], options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ATTENDED)
+def test_decode_attention(name, dtype):
+    torch.manual_seed(0)
+    case = ATTENDED[name]
+    args, table, (mine, plain), options = attended(case, dtype)
+    block_n, splits = case[-1]
+    config = triton_attend.AttendConfig(block_n=block_n, splits=splits)
+    qkv, kept = args[0], mine[0]
+    heads = (qkv.shape[1] - 2 * kept.shape[1], kept.shape[1], kept.shape[2])
+    scratch = triton_attend.AttendScratch.of(len(qkv), *heads, qkv.device, config)
+    for _ in range(2):  # counters are left as they were found
+        got = triton_attend.decode_attention(*args, mine, table, scratch, **options)
+    want = ref.decode_attention(*args, plain, table, **options)
+    agree(mine[0], plain[0])
+    assert torch.equal(mine[1], plain[1])
+    # softmax's weights are rounded before the product with the values
+    close = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got, want, atol=close, rtol=close)
+
+
+def test_the_ends_of_a_step():
+    table, weight = torch.randn(50, 100, device=DEVICE), torch.rand(100, device=DEVICE)
+    numbers = torch.zeros(3, 12, dtype=torch.int32, device=DEVICE)
+    numbers[:, 0] = torch.tensor([7, 49, 0])
+    numbers[:, 1:4] = torch.tensor([5, 7, 6])
+    numbers[:2, 4] = 1  # the last row is padding
+    for got, want in zip(
+        triton_ends.embed_norm(numbers[:, 0], table, weight, 1e-5),
+        ref.embed_norm(numbers[:, 0], table, weight, 1e-5),
+        strict=True,
+    ):
+        agree(got, want)
+    logits = torch.randn(3, 5003, device=DEVICE)
+    logits[1, [77, 4001]] = 9.0  # the first of equals
+    mine, plain = numbers.clone(), numbers.clone()
+    scratch = triton_ends.chooser(4, logits.device)
+    for _ in range(2):
+        tokens = triton_ends.choose(logits, mine, scratch)
+        want = ref.choose(logits, plain)
+    assert tokens[1] == 77 and torch.equal(tokens[::2], want[::2])
+    plain[1, 0] = 77
+    assert torch.equal(mine, plain) and mine[0, 1:5].tolist() == [7, 9, 8, 1]
+
+
+@pytest.mark.skipif(not HOPPER, reason="a Hopper GPU")
+def test_overlapped_attention_is_the_same():
+    """Behind a kernel that writes what it reads, many times over, in a graph as the engine's."""
+    case = ([1, 64, 129, 700], 32, 8, 128, 64, None, False, None)
+    args, table, (mine, plain), options = attended(case, torch.bfloat16)
+    qkv, angles = args
+    scratch = triton_attend.AttendScratch.of(len(qkv), 32, 8, 128, qkv.device)
+    sources = [
+        torch.cat((torch.ones_like(qkv), torch.randn_like(qkv)), 1).flatten(1) for _ in range(40)
+    ]
+
+    def chain(module, kept, **overlap):
+        return [
+            triton_attend.decode_attention(
+                module.silu_mul(x).view_as(qkv), angles, kept, table, scratch, **overlap
+            )
+            for x in sources
+        ]
+
+    want = chain(triton, plain)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        chain(overlapped(), mine, overlap=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(overlapped(), mine, overlap=True)
+    for _ in range(3):
+        graph.replay()
+    for got, plainly in zip(found, want, strict=True):
+        assert torch.equal(got, plainly)
+    assert torch.equal(mine[0], plain[0]) and torch.equal(mine[1], plain[1])
 
 
 @pytest.mark.skipif(not HOPPER, reason="a Hopper GPU")
