@@ -16,6 +16,7 @@ import torch
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 from gptqmodel.quantization import FORMAT, METHOD
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+from gptqmodel.utils.cpp import load_pack_block_extension
 from safetensors.torch import load_file, save_file
 
 FORMS = {
@@ -62,6 +63,8 @@ def main() -> None:
     awq = asked["variant"] == "awq"
     dtype = torch.bfloat16 if awq else torch.float32
     backend = BACKEND.AWQ_TORCH if awq else BACKEND.AUTO
+    if not asked.get("own"):
+        load_pack_block_extension()  # compiled at the first use, for minutes: no part of the time
     start = time.perf_counter()
     model = GPTQModel.load(asked["model"], config, dtype=dtype, device="cpu")
     model.quantize(rows, batch_size=min(8, len(rows)), backend=backend)
