@@ -17,8 +17,8 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 
 def recipe(asked: dict) -> list:
@@ -36,6 +36,19 @@ def recipe(asked: dict) -> list:
     if not torch.cuda.is_available():
         IntermediatesCache.pin_memory = lambda self, *args, **kwargs: None
     return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
+
+
+def own_weights(folder: str) -> dict[str, torch.Tensor]:
+    """Every layer as the library's own code makes it of its file, fp16 [N, K]."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float16,
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )  # fmt: skip
+    return {
+        name: module.weight.detach().half().contiguous()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
 
 
 def main() -> None:
@@ -59,6 +72,8 @@ def main() -> None:
     seconds = time.perf_counter() - start
     model.half().save_pretrained(asked["out"], save_compressed=True)
     AutoTokenizer.from_pretrained(asked["model"]).save_pretrained(asked["out"])
+    if asked.get("own"):
+        save_file(own_weights(asked["out"]), asked["own"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     names = ("llmcompressor", "compressed-tensors", "transformers", "torch")
     said = {

@@ -75,8 +75,7 @@ def measure_widths(
                     k = model.blocks[index].get_submodule(group[0]).weight.shape[1]
                     device = model.blocks[index].get_submodule(group[0]).weight.device
                     hessian = Hessian.zeros(k, device)
-                    for x_BSK in inputs:
-                        hessian.add(x_BSK)
+                    inputs.add_to(hessian)
                     hessian.reduce(ranks)
                     mean_KK = hessian.mean()
                     for name in group:

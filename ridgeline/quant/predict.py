@@ -17,6 +17,7 @@ from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import weight_bytes
+from ridgeline.quant.staged import lanes_of
 
 _HESSIAN_SHARE = 0.58
 """Of the full product that Hessian.add computes in six strips."""
@@ -139,7 +140,7 @@ def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Predi
     vocabulary = shape.head_parameters // max(shape.width, 1)
     scoring = 256 * vocabulary * 4 * 5 if shape.held_out_tokens else 0
     return Prediction(
-        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring),
+        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe, device), scoring),
         seconds=_seconds(shape, recipe, device, rates),
         work_bytes=packed + 2 * hidden,
         out_bytes=packed + shape.stored_itemsize * shape.outer_parameters,
@@ -159,9 +160,9 @@ def _packed(n: int, k: int, recipe: Recipe) -> float:
     )
 
 
-def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
-    """Batches suspended before the widest group, and the larger of a batch's forward and the
-    solve."""
+def _calibration_bytes(shape: RunShape, recipe: Recipe, device: str) -> float:
+    """Batches suspended before the widest group, and the larger of the forwards that run (with
+    their products) and the solve."""
     if recipe.method == "rtn":
         return 4.0 * 4 * max(n * k for group in shape.groups for n, k in group)
     waiting = solving = 0.0
@@ -172,8 +173,10 @@ def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
         waiting = max(waiting, shape.itemsize * shape.tokens * (3 * shape.width + k))
         solving = max(solving, 8 * k * k + 6 * 4 * k * k + 8 * 4 * n * k)
     widest = max(k for group in shape.groups for _, k in group)
+    lanes = lanes_of(-(-shape.tokens // max(shape.batch_tokens, 1)), device)
     forward = shape.itemsize * shape.batch_tokens * (4 * shape.width + 3 * widest)
-    return waiting + max(solving, forward)
+    product = 4 * widest * widest * _HESSIAN_SHARE if lanes > 1 else 0.0
+    return waiting + max(solving, lanes * (forward + product))
 
 
 def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> float:

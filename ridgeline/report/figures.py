@@ -125,6 +125,11 @@ def bar_panels(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
         return svg_text(figure, "bars")
 
 
+def _sparse_label(value: float, _: int) -> str:
+    """Of a logarithmic axis: 1, 2 and 5 of a decade; all nine would lie over each other."""
+    return f"{value:.3g}" if f"{value:e}"[0] in "125" else ""
+
+
 def lines(
     series: Sequence[tuple[str, Sequence[int], Sequence[float]]],
     *,
@@ -144,7 +149,7 @@ def lines(
         if log:
             axes.set_yscale("log")
             for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                ticks(FuncFormatter(lambda value, _: f"{value:.3g}"))
+                ticks(FuncFormatter(_sparse_label))
         else:
             axes.set_ylim(bottom=0.0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
