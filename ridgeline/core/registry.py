@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ class Impl:
     """Imported when chosen, never before."""
     needs: tuple[str, ...] = ()
     """Importable top-level packages it stands on, checked without importing them."""
+    extra: str = ""
+    """The extra of this package that brings them: pip install ridgeline[extra]."""
     fallback: bool = False
     """True where being chosen automatically deserves a warning on that machine's GPU."""
     config: Callable[[Any, Arch], Any] | None = None
@@ -195,6 +197,24 @@ def warn_fallback(impl: Impl, arch: Arch, why: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def warn_lacking(problem: Any, arch: Arch, chosen: Impl) -> None:
+    """Warn, once a process, where an implementation of an extra would have served on this GPU, had
+    the machine what it stands on."""
+    for impl in impls(problem.op):
+        if impl is chosen or not arch.is_gpu:
+            return
+        why, key = refusal(impl, problem, arch), (impl.op, impl.name, arch.name)
+        wanted = refusal(impl, problem, replace(arch, pretended=True)) is None
+        if impl.extra and why is not None and wanted and key not in _warned:
+            _warned.add(key)
+            warnings.warn(
+                f"{impl.op}: {chosen.name} serves on {arch.name}, as {impl.name} {why}; "
+                f"pip install 'ridgeline[{impl.extra}]'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def load(impl: Impl) -> ModuleType:

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ridgeline.core.dtypes import dtype_name
-from ridgeline.core.registry import select
 from ridgeline.kernels.attention import flash_attn_func, flash_attn_with_kvcache
-from ridgeline.kernels.attention.dispatch import arch_of
+from ridgeline.kernels.attention.dispatch import arch_of, keys_of_tile
 from ridgeline.kernels.attention.problem import AttentionProblem
 from ridgeline.nn.config import DecoderConfig
 
@@ -136,8 +135,4 @@ def page_tokens_of(shape: DecoderConfig, dtype: torch.dtype, device: torch.devic
         page_size=128,
         kv_cache=True,
     )
-    arch = arch_of(device)
-    impl = select(problem, arch)
-    config_of = None if impl.config is None else impl.config(problem, arch)
-    tile = getattr(config_of, "tile", config_of)
-    return max(LEAST_PAGE_TOKENS, getattr(tile, "block_n", LEAST_PAGE_TOKENS))
+    return max(LEAST_PAGE_TOKENS, keys_of_tile(problem, arch_of(device)) or 0)

@@ -106,6 +106,27 @@ def test_fallback_warns_once(toy):
     registry.warn_fallback(slow, h200, "size over 64")  # a second warning would be an error
 
 
+def test_what_an_extra_would_bring_is_told_once(toy, monkeypatch):
+    h200, laptop = at_hand("sm90"), at_hand("sm80")
+    quick = _impl("quick", 40, ("=sm90",), needs=("no_such_package",), extra="fast")
+    registry.register(quick)
+    chosen = registry.select(Toy(8), h200)
+    assert chosen.name == "cute"
+    with pytest.warns(
+        RuntimeWarning, match=r"quick needs the package no_such.*'ridgeline\[fast\]'"
+    ):
+        registry.warn_lacking(Toy(8), h200, chosen)
+    registry.warn_lacking(Toy(8), h200, chosen)  # a second warning would be an error
+    registry._warned.clear()
+    registry.warn_lacking(Toy(8), laptop, registry.select(Toy(8), laptop))
+    registry.warn_lacking(Toy(8), arch.pretend("sm90"), quick)
+    # Nothing is lacking where the problem itself is refused.
+    refuses = lambda p, a: "odd sizes"  # noqa: E731
+    registry.register(_impl("odd", 50, ("=sm90",), refuses, needs=("no_such_package",), extra="x"))
+    monkeypatch.delitem(registry._impls["toy"], "quick")
+    registry.warn_lacking(Toy(8), h200, chosen)
+
+
 def test_registering_twice_is_our_bug(toy):
     with pytest.raises(AssertionError, match="registered twice"):
         registry.register(_impl("ref", 1, ("any",)))

@@ -9,9 +9,9 @@ not timed. The implementations take turns, several calls back to back each time;
 rows is a bf16 matmul of 8192^3 measured in the same process. Peers: cuDNN and FlashAttention-2
 through PyTorch, FlashAttention-3 (forward) by the path of a library that registers
 torch.ops._vllm_fa3_C (`--fa3`), and FlashAttention-4's CuTe path where flash_attn.cute can be
-imported (`--fa4`). `--only` takes the cells whose label matches. Kernels that no GPU has confirmed
-need RIDGELINE_UNVERIFIED=1 (verify_hopper.py first). The rows are written as measured; the last
-line is JSON.
+imported (`--fa4`). `--only` takes the cells whose label matches, `--without` leaves out peers.
+Kernels that no GPU has confirmed need RIDGELINE_UNVERIFIED=1 (verify_hopper.py first). The rows are
+written as measured; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -349,6 +349,7 @@ def main() -> None:
     parser.add_argument("--fa3", type=pathlib.Path, help="library of vLLM's FlashAttention-3")
     parser.add_argument("--fa4", action="store_true", help="flash_attn.cute is importable")
     parser.add_argument("--only", default="", help="regular expression on a cell's label")
+    parser.add_argument("--without", default="$", help="regular expression on names of peers")
     parser.add_argument("--commit", help="of the kernels; default: git's")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each implementation")
     parser.add_argument("--target-ms", type=float, default=9.0, help="length of a turn")
@@ -386,7 +387,8 @@ def main() -> None:
             continue
         error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
         assert error is None or error <= 2.0, (cell, error)
-        times = measure(calls(cell, peers), args.rounds, args.target_ms)
+        runs = {n: c for n, c in calls(cell, peers).items() if not re.match(args.without, n)}
+        times = measure(runs, args.rounds, args.target_ms)
         with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
             for name, us in times.items():
                 row = row_of(cell, us, common["ceiling"])

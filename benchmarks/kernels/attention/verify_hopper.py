@@ -4,11 +4,13 @@
 
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
 first: narrow (what runs by default), turn (deterministic variants), single and pair (backward by
-roles: one block of threads, two), softcap, deterministic, far (scores far below zero), repeats,
-tune (times variants; prints, writes nothing); those of the forward over caches are in
-verify_hopper_cached.py. Every gradient is compared with the fp64 reference:
-error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or missing (a
-kernel that is not in the cache of a machine without the DSL); the last line is JSON.
+roles: one block of threads, two), softcap, deterministic, turned_windows (deterministic windows),
+packed_wide and used_backward (sequences that end early), far (scores far below zero), repeats, tune
+(times variants; prints, writes nothing), host (microseconds of the host a call, and where they go;
+prints); those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared
+with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with
+ok, BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import bench_attention_hopper as bench
 import torch
 import verify_hopper_cached as cached
 
 from ridgeline.core.errors import UserError
-from ridgeline.kernels.attention import cute_sm90, ref
+from ridgeline.kernels.attention import cute_sm90, flash_attn_func, ref
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
@@ -98,17 +100,27 @@ def leaves(shape: tuple[int, ...], dims: tuple[int, int], batch: int = 2) -> lis
     return [torch.randn(batch, *size, device="cuda").bfloat16() for size in sizes]
 
 
-def check(what: str, variant: Variant, qkv: list[torch.Tensor], options: AttentionOptions) -> None:
-    """Output and gradients, with and without a gradient of the LSE."""
-    extras = AttentionExtras()
+def check(
+    what: str,
+    variant: Variant,
+    qkv: list[torch.Tensor],
+    options: AttentionOptions,
+    tails: Tails | None = None,
+) -> None:
+    """Output and gradients, with and without a gradient of the LSE. Rows behind a sequence's end
+    are NaN for the kernels and 0 for the reference; their gradients must be 0."""
+    tails = tails or Tails()
+    extras = tails.extras
     for with_dlse in (False, True):
         name = f"{what} {variant} dlse {with_dlse}"
         try:
             with using(variant):
-                out, lse = cute_sm90.forward(*qkv, options, extras)
+                q, k, v = tails.poisoned(qkv)
+                out, lse = cute_sm90.forward(q, k, v, options, extras)
                 dout = torch.randn_like(out)
                 dlse = torch.randn_like(lse) if with_dlse else None
-                got = cute_sm90.backward(dout, dlse, *qkv, out, lse, options, extras)
+                (given,) = tails.poisoned([dout])
+                got = cute_sm90.backward(given, dlse, q, k, v, out, lse, options, extras)
                 torch.cuda.synchronize()
         except UserError:
             say("missing", name)
@@ -129,6 +141,70 @@ def check(what: str, variant: Variant, qkv: list[torch.Tensor], options: Attenti
             good &= error <= limit  # false for NaN
             worst.append(f"{key} {error:.1e}/{limit:.1e}")
         say("ok" if good else "BAD", f"{name} {' '.join(worst)}")
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Sequences that end before their tensor does; none by default."""
+
+    extras: AttentionExtras = field(default_factory=AttentionExtras)
+    unused_q: torch.Tensor | None = None
+    """Rows of q behind a sequence's end: a mask of q's leading dims."""
+    unused_k: torch.Tensor | None = None
+
+    def poisoned(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """q, k, v or what is like q, with NaN in unused rows."""
+        unused = (self.unused_q, self.unused_k, self.unused_k)
+        return [
+            x if rows is None else x.masked_fill(rows[..., None, None], torch.nan)
+            for x, rows in zip(tensors, unused, strict=False)
+        ]
+
+
+LENGTHS_Q, LENGTHS_K = [130, 0, 64, 1, 257, 70], [130, 40, 200, 77, 257, 0]
+
+
+def tailed(
+    kind: str, dims: tuple[int, int], heads: tuple[int, int] = (4, 2)
+) -> tuple[list[torch.Tensor], Tails]:
+    """kind: packed, used (dense, both lengths), keys (dense, of keys), packed used."""
+    if kind.startswith("packed"):
+        rows, keys = (sum(x) + 5 for x in (LENGTHS_Q, LENGTHS_K))
+        starts = [cached.starts(x) for x in (LENGTHS_Q, LENGTHS_K)]
+        given: dict = dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+        given |= dict(max_seqlen_q=257, max_seqlen_k=257)
+        ends = [[(x, x) for x in lengths] for lengths in (LENGTHS_Q, LENGTHS_K)]
+        if kind == "packed used":
+            ends = [[(x, max(x - 9, 0)) for x in lengths] for lengths in (LENGTHS_Q, LENGTHS_K)]
+            given |= dict(seqused_q=cached.ints([used for _, used in ends[0]]))
+            given |= dict(seqused_k=cached.ints([used for _, used in ends[1]]))
+        unused = [
+            torch.tensor([n >= used for stored, used in end for n in range(stored)] + [True] * 5)
+            for end in ends
+        ]
+        lead = (), (rows,), (keys,)
+    else:
+        given = dict(seqused_k=cached.ints(LENGTHS_K))
+        unused = [torch.zeros(6, 260, dtype=torch.bool), torch.zeros(6, 300, dtype=torch.bool)]
+        for b, (used_q, used_k) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
+            unused[1][b, used_k:] = True
+            if kind == "used":
+                unused[0][b, used_q:] = True
+        if kind == "used":
+            given |= dict(seqused_q=cached.ints(LENGTHS_Q))
+        lead = (6,), (260,), (300,)
+    shapes = [
+        (*lead[0], *lead[1], heads[0], dims[0]),
+        (*lead[0], *lead[2], heads[1], dims[0]),
+        (*lead[0], *lead[2], heads[1], dims[1]),
+    ]
+    device = cached.DEVICE
+    masks_ = [mask.to(device) for mask in unused]
+    tails = Tails(AttentionExtras(**given), *masks_)
+    qkv = [torch.randn(*shape, device=device).bfloat16() for shape in shapes]
+    rows_ = (masks_[0], masks_[1], masks_[1])
+    clean = [x.masked_fill(m[..., None, None], 0) for x, m in zip(qkv, rows_, strict=True)]
+    return clean, tails
 
 
 def masks(dims: tuple[int, int], softcap: float = 0.0) -> list[AttentionOptions]:
@@ -183,6 +259,44 @@ def group_deterministic() -> None:
     grid(WIDE, [Variant()], True)
 
 
+def group_turned_windows() -> None:
+    """Deterministic windows, of two lengths, and that repeats are bitwise equal."""
+    dims = [(64, 64), (96, 96), (32, 32), (96, 64), (128, 128)]
+    for dim, shape, left in itertools.product(dims, SHAPES, (100, 17)):
+        options = replace(masks(dim)[2], window_left=left, deterministic=True)
+        check(f"{dim} {shape} window {left} deterministic", Variant(), leaves(shape, dim), options)
+    for dim in dims:
+        options = replace(masks(dim)[2], deterministic=True)
+        bitwise(f"{dim} window deterministic", leaves((1100, 1100, 8, 8), dim), options, 200)
+
+
+def group_packed_wide() -> None:
+    """The backward by roles of packed sequences."""
+    for dim, deterministic in itertools.product(WIDE, (False, True)):
+        for options in masks(dim):
+            qkv, tails = tailed("packed", dim)
+            options = replace(options, deterministic=deterministic)
+            mask = "window" if options.window_left else "causal" if options.causal else "full"
+            what = f"{dim} packed {mask} deterministic {deterministic}"
+            check(what, Variant(), qkv, options, tails)
+    for dim in ((64, 64), (128, 128), (256, 256)):
+        qkv, tails = tailed("packed", dim, heads=(3, 3))
+        check(f"{dim} packed softcap", Variant(), qkv, masks(dim, 3.0)[1], tails)
+
+
+def group_used_backward() -> None:
+    """Backward with used lengths, of dense and packed tensors."""
+    dims = [(64, 64), (128, 128), (256, 256), (96, 96)]
+    for dim, kind in itertools.product(dims, ("used", "keys", "packed used")):
+        for options in masks(dim)[: 3 if dim[0] == 128 else 2]:
+            mask = "window" if options.window_left else "causal" if options.causal else "full"
+            for deterministic in (False, True) if dim[0] in (128, 256) else (False,):
+                qkv, tails = tailed(kind, dim)
+                what = f"{dim} {kind} {mask} deterministic {deterministic}"
+                ordered = replace(options, deterministic=deterministic)
+                check(what, Variant(), qkv, ordered, tails)
+
+
 def group_far() -> None:
     """All scores near -200: P of keys behind the sequence must not overflow into dQ."""
     for dim in (256, 128):
@@ -195,25 +309,30 @@ def group_repeats(dims: list[tuple[int, int]] | None = None, count: int = 1000) 
     """O, dK, dV always; dQ in deterministic mode."""
     for dim in dims or [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]:
         for causal, deterministic in itertools.product((False, True), repeat=2):
-            name = f"{count} repeats {dim} causal {causal} deterministic {deterministic}"
-            qkv = leaves((1100, 1100, 8, 8), dim)
             options = replace(masks(dim)[0], causal=causal, deterministic=deterministic)
-            try:
-                out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
-                tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
-                first = cute_sm90.backward(*tensors)
-            except UserError:
-                say("missing", name)
-                continue
-            differ = torch.zeros(4, dtype=torch.long, device="cuda")
-            for _ in range(count):
-                again, _ = cute_sm90.forward(*qkv, options, AttentionExtras())
-                grads = cute_sm90.backward(*tensors)
-                pairs = ((again, out), (grads.dk, first.dk), (grads.dv, first.dv))
-                pairs = (*pairs, (grads.dq, first.dq if deterministic else grads.dq))
-                differ += torch.stack([(a != b).any().long() for a, b in pairs])
-            found = differ.tolist()
-            say("ok" if not any(found) else "BAD", f"{name}: calls that differ {found}")
+            what = f"{dim} causal {causal} deterministic {deterministic}"
+            bitwise(what, leaves((1100, 1100, 8, 8), dim), options, count)
+
+
+def bitwise(what: str, qkv: list[torch.Tensor], options: AttentionOptions, count: int) -> None:
+    """Repeats of one call give the same bits: O, dK, dV, and deterministic, dQ."""
+    name = f"{count} repeats {what}"
+    try:
+        out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
+        tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
+        first = cute_sm90.backward(*tensors)
+    except UserError:
+        say("missing", name)
+        return
+    differ = torch.zeros(4, dtype=torch.long, device="cuda")
+    for _ in range(count):
+        again, _ = cute_sm90.forward(*qkv, options, AttentionExtras())
+        grads = cute_sm90.backward(*tensors)
+        pairs = ((again, out), (grads.dk, first.dk), (grads.dv, first.dv))
+        pairs = (*pairs, (grads.dq, first.dq if options.deterministic else grads.dq))
+        differ += torch.stack([(a != b).any().long() for a, b in pairs])
+    found = differ.tolist()
+    say("ok" if not any(found) else "BAD", f"{name}: calls that differ {found}")
 
 
 def group_tune() -> None:
@@ -271,18 +390,59 @@ def host_time() -> None:
     options = masks((128, 128))[1]
     out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
     tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
-    for name, run in (
-        ("forward", lambda: cute_sm90.forward(*qkv, options, AttentionExtras())),
-        ("backward", lambda: cute_sm90.backward(*tensors)),
-    ):
-        found = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                run()
-            found.append((time.perf_counter() - start) / 20 * 1e6)
-        print(f"host {name}: {sorted(found)[len(found) // 2]:.1f} us a call", flush=True)
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+
+    def trained() -> None:
+        flash_attn_func(q, k, v, causal=True).backward(tensors[0])
+
+    runs = {
+        "forward": lambda: cute_sm90.forward(*qkv, options, AttentionExtras()),
+        "backward": lambda: cute_sm90.backward(*tensors),
+        "flash_attn_func": lambda: flash_attn_func(*qkv, causal=True),
+        "flash_attn_func and its gradients": trained,
+        "empty_like": lambda: torch.empty_like(out),
+        "plan of a forward": lambda: cute_sm90._planned("fwd", qkv, options, AttentionExtras()),
+    }
+    for kind in ("fwd", "bwd"):
+        runs |= launches_of(kind, runs["forward" if kind == "fwd" else "backward"])
+    for name, run in runs.items():
+        try:
+            print(f"host {name}: {host_us(run):.1f} us a call", flush=True)
+        except UserError as error:
+            print(f"host {name}: {error}", flush=True)
+
+
+def launches_of(kind: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """What a call hands to its kernel, launched again and again: the way through the driver."""
+    seen: list[tuple] = []
+    launch = cute_sm90._launch
+    cute_sm90._launch = lambda *given: seen.append(given)
+    try:
+        run()
+    finally:
+        cute_sm90._launch = launch
+    plan, stream, arguments = seen[0]
+    return {
+        f"launch of a {kind}": lambda: launch(plan, stream, arguments),
+        f"kernel of a {kind}": lambda: plan.kernel(*arguments),
+    }
+
+
+def host_us(run: Callable[[], object], count: int = 20) -> float:
+    """Median over turns of calls that the GPU does not hold up."""
+    run()
+    found = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        found.append((time.perf_counter() - start) / count * 1e6)
+    return sorted(found)[len(found) // 2]
+
+
+def group_host() -> None:
+    host_time()
 
 
 def main() -> None:

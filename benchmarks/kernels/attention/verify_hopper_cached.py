@@ -1,7 +1,8 @@
 """Groups of verify_hopper.py for the forward over caches: lengths, padding, packed heads, pages.
 
 used (lengths, left padding, rows by index), packed (few queries, one part), parts (split keys),
-pages, public (flash_attn_with_kvcache), again (repeats, bitwise); and what is only timed: decode
+pages, public (flash_attn_with_kvcache), capture (that function inside a CUDA graph, replayed with
+other lengths and pages), again (repeats, bitwise); and what is only timed: decode
 (a table beside Triton), after warm_* have compiled Triton's kernels. Output and LSE are compared
 with the fp64 reference; keys that do not exist hold NaN, pages that nobody has are NaN or do not
 exist, rows that are not used must be 0 and -inf.
@@ -275,6 +276,70 @@ def public_calls(say: Say) -> None:
     say("ok" if off < 2e-2 else "BAD", f"varlen with pages: differs by {off}")
 
 
+def captured_cases() -> list[Case]:
+    """One query, some, and so many that heads are not packed; keys split and not."""
+    base = Case(seqlen_q=1, seqlen_k=4096, causal=True, used_k=True)
+    return [
+        replace(base, seqlen_q=queries, page=page)
+        for page in (None, 16, 64, 256)
+        for queries in (1, 8, 200)
+    ]
+
+
+def captured(say: Say) -> None:
+    """An append and attention in a CUDA graph: after each replay what the reference says of the
+    same cache, and bitwise what a call outside a graph gives."""
+    for case in captured_cases():
+        rows, sizes = case.seqlen_q, decode_sizes(case)
+        q, k, v = (torch.randn(*size, device=DEVICE).bfloat16() for size in sizes)
+        new = [
+            torch.randn(case.batch, rows, case.kv_heads, 128, device=DEVICE).bfloat16()
+            for _ in "kv"
+        ]
+        lengths, table = ints([0] * case.batch), None
+        if case.page is not None:
+            table = torch.randperm(k.shape[0], device=DEVICE).int().view(case.batch, -1)
+
+        def call(impl="cute_sm90", q=q, k=k, v=v, new=new, lengths=lengths, table=table):
+            return flash_attn_with_kvcache(
+                q, k, v, *new, cache_seqlens=lengths, block_table=table, causal=True,
+                return_softmax_lse=True, impl=impl,
+            )  # fmt: skip
+
+        try:
+            call()
+        except UserError:
+            say("missing", f"graph {case}")
+            continue
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = call()
+        full = case.seqlen_k - rows
+        kinds = ([0, 1, 63, 64], [full] * 4, [full, 0, 777, 2048], [5, 4, 3, 2], [1500, full, 1, 0])
+        worst, same = 0.0, True
+        for kind in kinds:
+            lengths.copy_(ints(kind))
+            if table is not None:
+                table.copy_(table[torch.randperm(case.batch, device=DEVICE)])
+            for x in new:
+                x.normal_()
+            junk = [torch.full((1 << n,), torch.nan, device=DEVICE) for n in range(8, 25)]
+            graph.replay()
+            del junk
+            again = call()
+            exact = call("ref")
+            same &= torch.equal(out, again[0]) and torch.equal(lse, again[1])
+            for got, wanted in zip((out, lse), exact, strict=True):
+                worst = max(worst, (got.float() - wanted.float()).abs().max().item())
+        state = "ok" if same and worst < 2e-2 else "BAD"
+        say(state, f"graph {case}: bitwise {same}, off by {worst:.1e}")
+
+
 def again(say: Say, count: int = 200) -> None:
     """Bitwise equal calls, parts included."""
     cases = [page_cases()[2], page_cases()[14], packed_cases(5)[0], used_cases()[4]]
@@ -372,6 +437,7 @@ def groups(say: Say) -> dict[str, Callable[[], None]]:
         "parts": checks([*packed_cases(2), *packed_cases(40)]),
         "pages": checks(page_cases()),
         "public": lambda: public_calls(say),
+        "capture": lambda: captured(say),
         "again": lambda: again(say),
         "decode": lambda: decode(say),
         "warm_contiguous": lambda: warm(None),

@@ -14,8 +14,9 @@ the user cache (cute/library.py).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as backward_section,
 )
-from ridgeline.kernels.attention.cute_sm90_cached import Cached, cached
+from ridgeline.kernels.attention.cute_sm90_cached import Cached, cached, used_lengths
 from ridgeline.kernels.attention.cute_sm90_cached_config import CachedTraits, forward_key
 from ridgeline.kernels.attention.cute_sm90_choice import forward_kernel
 from ridgeline.kernels.attention.cute_sm90_config import heads_per_section, padded
@@ -50,6 +51,8 @@ from ridgeline.kernels.attention.problem import (
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MOST_PLANS = 4096
+_option_values = operator.attrgetter(*[field.name for field in fields(AttentionOptions)])
+"""A tuple is hashed and compared in half of the time of a dataclass."""
 _CUDA = 2
 """DLPack's number of that kind of device."""
 
@@ -112,7 +115,7 @@ def backward(
     plan = _planned("bwd", (q, k, v, out, dout), options, extras)
     problem, config = plan.problem, plan.config
     assert config is not None
-    if problem.varlen:  # rows behind the last sequence belong to no tile
+    if problem.varlen or problem.seqused:  # rows behind a sequence's end belong to no tile
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     elif plan.contiguous:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -129,6 +132,7 @@ def backward(
             lse_ln if dlse is None else dlse.contiguous(),
             extras.cu_seqlens_q,
             extras.cu_seqlens_k,
+            *(used_lengths(extras, problem.batch, q.device) if problem.seqused else (None, None)),
             dq,
             dk,
             dv,
@@ -266,8 +270,8 @@ class Plan:
     problem: AttentionProblem
     numbers: tuple[float | int, ...]
     """The launch's numbers, but for the backward's last two."""
-    copied: tuple[bool, ...]
-    """Which of the tensors that TMA reads have strides it cannot."""
+    copied: bool
+    """Whether a tensor that TMA reads has strides it cannot."""
     contiguous: bool
     """q, k and v are."""
     out: Any = None
@@ -284,10 +288,10 @@ class Plan:
 
     def readable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors, or copies where TMA cannot read their strides or address."""
-        address = 0
+        address = int(self.copied)  # 1 is no multiple of 16 either
         for tensor in tensors:
             address |= tensor.data_ptr()
-        if address % 16 or any(self.copied):
+        if address % 16:
             return tuple(readable_by_tma(tensor) for tensor in tensors)
         return tensors
 
@@ -300,22 +304,30 @@ def _planned(
 ) -> Plan:
     """The plan of a call on q, k, v and what else TMA reads, found by a key that is cheap to make:
     a problem takes 50 us."""
-    q, starts = tensors[0], extras.cu_seqlens_q
-    packed = None if starts is None else (starts.shape[0], extras.max_seqlen_q, extras.max_seqlen_k)
+    q, k, v = tensors[:3]
     key = (
-        direction,
-        *[tensor.shape for tensor in tensors],
-        *[tensor.stride() for tensor in tensors],
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
         q.dtype,
-        q.device,
-        options,
-        packed,
-        extras.sinks_H is None,
-        extras.seqused_q is None and extras.seqused_k is None,
-        extras.leftpad_k is None,
-        extras.kv_batch_idx is None,
-        None if extras.page_ids_BU is None else extras.page_ids_BU.shape,
+        q.get_device(),
+        _option_values(options),
     )
+    if direction == "bwd":
+        key = (*key, "bwd", *[size for x in tensors[3:] for size in (x.shape, x.stride())])
+    if not (
+        extras.cu_seqlens_q is None
+        and extras.sinks_H is None
+        and extras.seqused_q is None
+        and extras.seqused_k is None
+        and extras.leftpad_k is None
+        and extras.kv_batch_idx is None
+        and extras.page_ids_BU is None
+    ):
+        key = (*key, *_kinds_of(extras))
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(direction, tensors, options, extras)
@@ -323,6 +335,20 @@ def _planned(
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def _kinds_of(extras: AttentionExtras) -> tuple[Any, ...]:
+    """What a plan depends on beside the values of optional tensors."""
+    starts, pages = extras.cu_seqlens_q, extras.page_ids_BU
+    packed = None if starts is None else (starts.shape[0], extras.max_seqlen_q, extras.max_seqlen_k)
+    return (
+        packed,
+        extras.sinks_H is None,
+        extras.seqused_q is None and extras.seqused_k is None,
+        extras.leftpad_k is None,
+        extras.kv_batch_idx is None,
+        None if pages is None else pages.shape,
+    )
 
 
 def _plan(
@@ -342,7 +368,7 @@ def _plan(
     common = {
         "device": device,
         "problem": problem,
-        "copied": tuple(not strides_fit_tma(x) for x in tensors),
+        "copied": not all(strides_fit_tma(x) for x in tensors),
         "contiguous": all(x.is_contiguous() for x in tensors[:3]),
     }
     if direction == "fwd":

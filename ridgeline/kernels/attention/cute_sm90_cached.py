@@ -45,11 +45,7 @@ class Cached:
             part = out.new_empty(self.part_shape, dtype=torch.float32)
             part_lse = out.new_empty(self.part_shape[:3], dtype=torch.float32)
         if self.seqused:
-            used_q, used_k = extras.seqused_q, extras.seqused_k
-            if used_k is None and extras.page_ids_BU is not None:
-                used_k = _packed_lengths(extras)
-            used_q = _whole(self.batch, out.device) if used_q is None else used_q.contiguous()
-            used_k = _whole(self.batch, out.device) if used_k is None else used_k.contiguous()
+            used_q, used_k = used_lengths(extras, self.batch, out.device)
         pages = extras.page_ids_BU
         if pages is not None and pages.stride(-1) != 1:
             pages = pages.contiguous()
@@ -61,7 +57,7 @@ class Cached:
             part_lse,
             extras.sinks_H,
             extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
+            extras.cu_seqlens_k if pages is None else None,  # of pages, used_k has them
             used_q,
             used_k,
             None if extras.leftpad_k is None else extras.leftpad_k.contiguous(),
@@ -89,6 +85,18 @@ def cached(
     )
     row_tiles = -(-rows_of(problem) // rows_per_block(config))
     return plan, (traits, config), (count, row_tiles)
+
+
+def used_lengths(
+    extras: AttentionExtras, batch: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Used lengths of queries and of keys, both, where a call gives one."""
+    used_q, used_k = extras.seqused_q, extras.seqused_k
+    if used_k is None and extras.page_ids_BU is not None:
+        used_k = _packed_lengths(extras)
+    used_q = _whole(batch, device) if used_q is None else used_q.contiguous()
+    used_k = _whole(batch, device) if used_k is None else used_k.contiguous()
+    return used_q, used_k
 
 
 def _packed_lengths(extras: AttentionExtras) -> torch.Tensor | None:

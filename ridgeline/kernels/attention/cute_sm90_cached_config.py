@@ -102,7 +102,7 @@ PREFERENCES = (
         what="few queries, or keys of a cache",
         uses=lambda problem: few_queries(problem) or needs_lengths(problem),
         impl="triton",
-        why="this kernel, faster in direct calls, has not run under a CUDA graph or in the engine",
+        why="this kernel, faster in direct calls, has not run in the engine to the end",
     ),
 )
 

@@ -7,7 +7,7 @@ and rings of K and V; registers hold S [64, block_k], P (16 bit) and O [64, head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
@@ -57,6 +57,9 @@ class ForwardConfig:
     """Consumer warpgroups, 1 to 3."""
     stages: int = 2
     """Blocks of K, and of V, in flight; a power of two."""
+    q_stages: int = 1
+    """Tiles of Q in flight, 1 or 2: with 2, the next tile's Q and first K and V come in while the
+    last blocks of this one are worked on."""
     ping_pong: bool = True
     """Warpgroups take turns at the tensor cores."""
     lazy_log2: float = 8.0
@@ -76,7 +79,7 @@ def shared_memory_bytes(config: ForwardConfig, traits: ForwardTraits) -> int:
     """Shared memory of a block of threads."""
     size = itemsize_bytes(traits.dtype)
     rows = rows_per_block(config)
-    q = rows * traits.head_dim
+    q = config.q_stages * rows * traits.head_dim
     o = 0 if config.output_reuses_q else rows * traits.head_dim_v
     kv = config.stages * config.block_k * (traits.head_dim + traits.head_dim_v)
     return BARRIER_BYTES + size * (q + o + kv)
@@ -105,6 +108,10 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         return f"block_k must be a multiple of 16 in 16..256, got {config.block_k}"
     if config.stages < 1 or config.stages & (config.stages - 1):
         return f"stages must be a power of two, got {config.stages}"
+    if config.q_stages not in (1, 2):
+        return f"q_stages must be 1 or 2, got {config.q_stages}"
+    if config.output_reuses_q and config.q_stages > 1:
+        return "output_reuses_q needs q_stages 1"
     if traits.head_dim % 32 or traits.head_dim_v % 32:
         return f"head dims must be multiples of 32, got {traits.head_dim}, {traits.head_dim_v}"
     if config.output_reuses_q and traits.head_dim_v > traits.head_dim:
@@ -153,8 +160,9 @@ def forward_config(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
     traits = forward_traits(problem)
     candidates = _candidates(traits)
     if max(traits.head_dim, traits.head_dim_v) <= 64 and problem.causal and _is_short(problem):
-        # Measured at 1k, causal: 329 TFLOP/s for 320; at 4k 409 for 494.
-        candidates.insert(0, ForwardConfig(block_k=128, num_warpgroups=2))
+        # Measured at 1k, causal: 329 TFLOP/s for 320 and, with deep rings, 349 for 331; at 4k 417
+        # for 483.
+        candidates.insert(0, replace(candidates[0], num_warpgroups=2))
     for config in candidates:
         if why_invalid(config, traits) is None:
             return config
@@ -170,7 +178,8 @@ def _candidates(traits: ForwardTraits) -> list[ForwardConfig]:
     """Tiles from best to least, by head dim; measured on an H200 (docs/log/attention_hopper.md)."""
     widest = max(traits.head_dim, traits.head_dim_v)
     if widest <= 64:
-        return [ForwardConfig(block_k=128, num_warpgroups=3)]
+        tile = ForwardConfig(block_k=128, num_warpgroups=3)
+        return [replace(tile, q_stages=2, stages=4), tile] if _is_plain_causal(traits) else [tile]
     if widest <= 128:
         return [ForwardConfig(block_k=128, num_warpgroups=2)]
     reuse = traits.head_dim_v <= traits.head_dim
@@ -178,6 +187,13 @@ def _candidates(traits: ForwardTraits) -> list[ForwardConfig]:
         ForwardConfig(block_k=block_k, num_warpgroups=2, output_reuses_q=reuse)
         for block_k in (128, 112, 96, 80, 64)
     ]
+
+
+def _is_plain_causal(traits: ForwardTraits) -> bool:
+    """Where deep rings have measured faster, head dim 64, causal: at 1k 349 TFLOP/s for 312 (two
+    stages of Q alone 322), at 4k 483 for 470, at 16k 538 for 535. Two of Q cost 2 to 5 % at 128."""
+    other = traits.has_left or traits.softcap or traits.sinks or traits.varlen or traits.seqused
+    return traits.has_right and not other
 
 
 def heads_per_section(problem: AttentionProblem, arch: Arch) -> int:
@@ -204,8 +220,9 @@ def why_unsupported(problem: AttentionProblem) -> str | None:
         "a paged KV cache": problem.page_size is not None,
         "score or mask functions": problem.mods,
     }
-    for name in ("seqused", "leftpad", "kv_batch_idx", "kv_cache"):
+    for name in ("leftpad", "kv_batch_idx", "kv_cache"):
         unsupported[name] = getattr(problem, name)
+    unsupported["seqused"] = problem.seqused and problem.direction == "fwd"
     for what, present in unsupported.items():
         if present:
             return f"{what} is not supported"

@@ -18,6 +18,7 @@ _FIRST = "H200, 2026-11-29, direct calls"
 _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
 _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
+_WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
@@ -56,7 +57,6 @@ def _keys_end_inside(problem: AttentionProblem) -> bool:
 
 
 def _turns_in_a_window(problem: AttentionProblem) -> bool:
-    """Their kernels to head dim 96 have only been compiled; that of 128 has run."""
     if not _narrow_backward(problem) or not problem.deterministic:
         return False
     return problem.window_left is not None and max(problem.head_dim, problem.head_dim_v) <= 96
@@ -97,7 +97,7 @@ FEATURES = (
     Feature(
         what="backward to head dim 96, deterministic with a window",
         uses=_turns_in_a_window,
-        run=None,
+        run=_WINDOWS,
     ),
     Feature(
         what="backward to head dim 128, without causality, keys no multiple of 128",
@@ -118,6 +118,16 @@ FEATURES = (
         what="backward of head dims beyond 128 or with softcap, deterministic",
         uses=lambda p: _roles(p) and p.deterministic,
         run=_ROLES,
+    ),
+    Feature(
+        what="backward of head dims beyond 128 or with softcap, packed",
+        uses=lambda p: _roles(p) and p.varlen,
+        run=None,
+    ),
+    Feature(
+        what="backward with used lengths",
+        uses=lambda p: p.direction == "bwd" and p.seqused,
+        run=None,
     ),
 )
 

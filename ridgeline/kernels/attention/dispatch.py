@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import lru_cache
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -25,13 +24,13 @@ from ridgeline.core.arch import Arch
 from ridgeline.core.errors import unsupported
 from ridgeline.kernels.attention import impls as _registrations
 from ridgeline.kernels.attention.arguments import SCHEMA, Arguments, check, with_fp32_sinks
+from ridgeline.kernels.attention.config import DecodeConfig, TileConfig
+from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 assert _registrations is not None  # imported for its registrations
 _FIELDS = [field.name for field in fields(Arguments)]
 _TENSORS = _FIELDS[: _FIELDS.index("seed_offset") + 1]
-_optional = attrgetter(*_TENSORS[3:])
-_scalars = attrgetter(*_FIELDS[len(_TENSORS) :])
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _known: dict[tuple[Any, ...], Any] = {}
 _MOST_KNOWN = 4096
@@ -60,7 +59,18 @@ def _decide(
     chosen = registry.select(problem, arch, impl)
     if impl in (None, "auto") and override is None:
         registry.warn_fallback(chosen, arch, "nothing faster accepts the problem")
+        registry.warn_lacking(problem, arch, chosen)
     return registry.load(chosen)
+
+
+def keys_of_tile(problem: AttentionProblem, arch: Arch) -> int | None:
+    """Keys of a tile of the implementation that takes a problem; None where it has no tiles."""
+    impl = registry.select(problem, arch)
+    config = None if impl.config is None else impl.config(problem, arch)
+    if isinstance(config, ForwardConfig):
+        return config.block_k
+    tile = config.tile if isinstance(config, DecodeConfig) else config
+    return tile.block_n if isinstance(tile, TileConfig) else None
 
 
 def module_for(a: Arguments, direction: str) -> Any:
@@ -102,31 +112,42 @@ def eager(tensors: Iterable[torch.Tensor | None], needs_grad: bool) -> bool:
     return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def plain_key(a: Arguments) -> tuple[Any, ...] | None:
-    """What the checks and the choice of a call without optional tensors depend on, so that they
-    are made once a kind of call; None where a tensor's values matter."""
-    for tensor in _optional(a):
-        if tensor is not None:
-            return None
-    q, k, v = a.q, a.k, a.v
+def plain_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scalars: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What the checks and the choice of a call of nothing but q, k, v and numbers depend on, so
+    that they are made once a kind of call."""
     shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
     devices = (q.device, k.device, v.device)
-    return (shapes, dtypes, devices, _scalars(a), env.impl_override("attention"))
+    return (shapes, dtypes, devices, scalars, env.impl_override("attention"))
+
+
+def known_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scalars: tuple[Any, ...]
+) -> torch.Tensor | None:
+    """The output where nothing but it is wanted of a call whose kind is known; else None, and
+    `remember` learns the kind. What a call then takes the host: half of the long way."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if not eager((q, k, v), False):
+        return None
+    found = _known.get(plain_key(q, k, v, scalars))
+    return None if found is None else found[0].forward(q, k, v, *found[1:])[0].contiguous()
+
+
+def remember(a: Arguments, scalars: tuple[Any, ...]) -> None:
+    """A call that passed its checks, without optional tensors, is the next one's short way."""
+    if a.needs_grad or not eager((a.q, a.k, a.v), False):
+        return
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[plain_key(a.q, a.k, a.v, scalars)] = (chosen(a), a.options(), a.extras())
 
 
 def attention(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """A call of the public functions -> (out, lse): checked, dispatched, differentiable."""
     if not eager((getattr(a, name) for name in _TENSORS), a.needs_grad):
         return attention_op(*[getattr(a, name) for name in _FIELDS])
-    if (key := plain_key(a)) is not None:
-        if (module := _known.get(key)) is None:
-            check(a)
-            module = chosen(a)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = module
-        with torch.no_grad():
-            return run(a, module)
     a = with_fp32_sinks(a)
     check(a)
     with torch.no_grad():

@@ -152,6 +152,7 @@ register(
         priority=400,
         module=f"{_MODULE}.cute_sm90",
         needs=("tvm_ffi",),
+        extra="hopper",
         config=_cute_sm90_config,
         summary="FlashAttention-3 in the CuTe DSL, Hopper",
     )

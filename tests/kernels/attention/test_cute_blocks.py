@@ -93,17 +93,18 @@ def test_query_range_covers_exactly_what_the_keys_see(
 
 
 @settings(max_examples=40, deadline=None)
-@given(**SHAPES, together=st.booleans())
+@given(**SHAPES, together=st.booleans(), down=st.booleans())
 def test_turns_are_a_permutation_and_nobody_waits_forever(
-    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, together: bool
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, together: bool, down: bool
 ) -> None:
     """Every block of keys walks its queries and may add only in its turn; blocks start in order,
     all at once (together) or one at a time as others end, the worst case. Under a mask the last
-    keys start first."""
+    keys start first; down (causal only): the first do, and walk from the last queries."""
     keys, block = 64, 32
     shift = seqlen_k - seqlen_q
     num_keys, num_queries = -(-seqlen_k // keys), -(-seqlen_q // block)
-    walk = Walk(num_keys, num_queries, shift, block, keys, together, Integer)
+    down = down and left is None and right is not None
+    walk = Walk(num_keys, num_queries, shift, block, keys, together, Integer, down or None)
     walks = []
     for n in range(num_keys):
         r = query_range(n * keys, keys, block, (seqlen_q, seqlen_k), (left, right))
@@ -111,7 +112,7 @@ def test_turns_are_a_permutation_and_nobody_waits_forever(
         if together and left is None and right is None:
             first = n * r.end // num_keys
             order = order[first:] + order[:first]
-        walks.append(order)
+        walks.append(order[::-1] if down else order)
     ranks = {m: [] for m in range(num_queries)}
     for n, order in enumerate(walks):
         for m in order:
@@ -119,7 +120,7 @@ def test_turns_are_a_permutation_and_nobody_waits_forever(
     for m, found in ranks.items():
         assert sorted(found) == list(range(len(found))), m
     done = dict.fromkeys(ranks, 0)
-    bounded = left is not None or right is not None
+    bounded = (left is not None or right is not None) and not down
     starting = list(range(num_keys))[:: -1 if bounded else 1]
     running = starting if together else starting[:1]
     waiting = [] if together else starting[1:]

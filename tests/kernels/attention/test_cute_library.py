@@ -145,6 +145,7 @@ def test_machine_code_of_the_backward(name: str, tmp_path: Path) -> None:
 ROLES = {
     "256": (256, 256, {}),
     "192-128-causal-deterministic": (192, 128, dict(causal=True, deterministic=True)),
+    "256-causal-packed": (256, 256, dict(causal=True, varlen=True)),
 }
 
 

@@ -70,11 +70,14 @@ Step = Iterator[Callable[[], bool]]
 
 
 class Simulation:
-    def __init__(self, wgs: int, block: int, tiles, lengths, window, *, turns: bool, reuse: bool):
+    def __init__(
+        self, wgs: int, block: int, tiles, lengths, window, *, turns: bool, reuse: bool,
+        q_stages: int = 1, stages: int = 2,
+    ):  # fmt: skip
         self.wgs, self.block, self.tiles = wgs, block, tiles
         self.lengths, self.window, self.reuse = lengths, window, reuse
-        self.k, self.v = SimRing(2, wgs), SimRing(2, wgs)
-        self.q = [SimRing(1, 1) for _ in range(wgs)]
+        self.k, self.v = SimRing(stages, wgs), SimRing(stages, wgs)
+        self.q = [SimRing(q_stages, 1) for _ in range(wgs)]
         self.queue = SimRing(2, wgs)
         self.turn = Turn([1 if w == 0 else 0 for w in range(wgs)], turns and wgs > 1)
         self.read: list[list[object]] = [[] for _ in range(wgs)]
@@ -129,6 +132,7 @@ class Simulation:
             return
         end = self.whole(tile).end
         yield lambda: self.q[wg].is_full(t)
+        assert self.q[wg].holding(t) == tile
         for i in range(skipped):
             yield from self.use(self.k, at + i, (t, end - 1 - i))
             self.k.release(at + i)
@@ -217,14 +221,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(
+    ("reuse", "q_stages", "stages"), [(False, 1, 2), (True, 1, 2), (False, 2, 2), (False, 2, 4)]
+)
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(("wgs", "block", "lengths", "window"), CASES)
-def test_hand_overs_never_lock_up(wgs, block, lengths, window, turns, reuse) -> None:
+def test_hand_overs_never_lock_up(
+    wgs, block, lengths, window, turns, reuse, q_stages, stages
+) -> None:
     tiles = list(range(-(-lengths[0] // (ROWS * wgs))))
+    rings = {"q_stages": q_stages, "stages": stages}
     for seed in range(20):
         order = tiles[::-1] + tiles
-        sim = Simulation(wgs, block, order, lengths, window, turns=turns, reuse=reuse)
+        sim = Simulation(wgs, block, order, lengths, window, turns=turns, reuse=reuse, **rings)
         sim.run(seed)
         for wg in range(wgs):
             expected = [

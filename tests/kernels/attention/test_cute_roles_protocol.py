@@ -79,14 +79,24 @@ class Memory:
 
     holds: list[object] = field(default_factory=lambda: [None, None])
     readers: int = 0
+    cleared: bool = True
+    """Rows behind the sequence's end are zero; tiles that TMA does not bring have none."""
 
-    def write(self, what: object, halves: range = range(2)) -> None:
+    def write(self, what: object, halves: range = range(2), cleared: bool = True) -> None:
         assert self.readers == 0, f"written while read: {what} over {self.holds}"
+        self.cleared = cleared
         for half in halves:
             self.holds[half] = what
 
+    def clear(self, expect: object) -> None:
+        """What every warpgroup does before it reads; zeros over zeros disturb nobody."""
+        assert self.holds == [expect, expect], f"cleared {self.holds}, expected {expect}"
+        assert self.cleared or not self.readers, "cleared while read"
+        self.cleared = True
+
     def begin(self, expect: object) -> None:
         assert self.holds == [expect, expect], f"read {self.holds}, expected {expect}"
+        assert self.cleared, f"{expect} read with rows behind the end"
         self.readers += 1
 
     def end(self) -> None:
@@ -100,6 +110,7 @@ class Block:
         self.q = [Memory() for _ in range(stages)]
         self.do = [Memory() for _ in range(do_stages)]
         self.statistics = [Memory() for _ in range(stages)]
+        self.k = Memory(holds=["K", "K"], cleared=False)
         self.p, self.ds, self.out = Memory(), [Memory(), Memory()], Memory()
         self.q_ring = Ring(stages, 1, 2 * WARPS * ranks)
         self.do_ring = Ring(do_stages, 1, 2 * WARPS * ranks)
@@ -169,7 +180,7 @@ class Simulation:
         """This rank's part of a tile into one block of the pair."""
         yield lambda: True
         halves = range(2) if self.ranks == 1 else range(rank, rank + 1)
-        getattr(there, name)[stage].write(step, halves)
+        getattr(there, name)[stage].write(step, halves, cleared=False)
         getattr(there, f"{name}_ring").full[stage].complete(len(halves))
 
     def copy_statistics(self, block: Block, stage: int, step: int) -> Step:
@@ -179,9 +190,11 @@ class Simulation:
 
     def scores(self, rank: int) -> Step:
         block, n = self.blocks[rank], self.num_steps
+        self.clear_keys(block)
         if n:
             yield block.q_ring.wait_full(0)
-            yield self.done(self.product((block.q[0], 0)))
+            block.q[0].clear(0)
+            yield self.done(self.product((block.q[0], 0), (block.k, "K")))
         for step in range(n):
             stage = block.q_ring.stage(step)
             yield block.p_ring.wait_empty(step)
@@ -192,11 +205,15 @@ class Simulation:
             block.p_ring.full[0].arrive(WARPS)
             self.release("q_ring", step)
             yield block.do_ring.wait_full(step)
-            dv = self.product((block.do[block.do_ring.stage(step)], step))
+            do = block.do[block.do_ring.stage(step)]
+            do.clear(step)
+            dv = self.product((do, step))
             score = None
             if step + 1 < n:
                 yield block.q_ring.wait_full(step + 1)
-                score = self.product((block.q[block.q_ring.stage(step + 1)], step + 1))
+                q = block.q[block.q_ring.stage(step + 1)]
+                q.clear(step + 1)
+                score = self.product((q, step + 1), (block.k, "K"))
             yield self.done(dv)
             self.release("do_ring", step)
             if score is not None:
@@ -208,6 +225,7 @@ class Simulation:
         block, n = self.blocks[rank], self.num_steps
         if n:
             yield block.do_ring.wait_full(0)
+            block.do[0].clear(0)
             yield self.done(self.product((block.do[0], 0)))
             self.release("do_ring", 0)
         for step in range(n):
@@ -217,6 +235,7 @@ class Simulation:
             block.p.end()
             block.p_ring.empty[0].arrive(WARPS)
             yield block.q_ring.wait_full(step)
+            block.q[block.q_ring.stage(step)].clear(step)
             yield block.ds_ring.wait_empty(step)
             stage = block.q_ring.stage(step)
             block.statistics[stage].begin(step)
@@ -227,7 +246,9 @@ class Simulation:
             dp = None
             if step + 1 < n:
                 yield block.do_ring.wait_full(step + 1)
-                dp = self.product((block.do[block.do_ring.stage(step + 1)], step + 1))
+                do = block.do[block.do_ring.stage(step + 1)]
+                do.clear(step + 1)
+                dp = self.product((do, step + 1))
             yield self.done(dk)
             self.release("q_ring", step)
             if dp is not None:
@@ -265,11 +286,15 @@ class Simulation:
             yield block.ds_ring.wait_full(step)
             stage = block.ds_ring.stage(step)
             tiles = block.ds if self.ranks == 2 else [block.ds[stage]]
-            yield self.done(self.product(*((tile, step) for tile in tiles)))
+            yield self.done(self.product((block.k, "K"), *((tile, step) for tile in tiles)))
             self.accept(block, step + 2)
             self.release("ds_ring", step)
             yield lambda: True
             block.added.append(step)
+
+    def clear_keys(self, block: Block) -> None:
+        """Those of the whole pair, which only dQ reads beside the scores."""
+        block.k.clear("K")
 
     def accept(self, block: Block, step: int) -> None:
         if self.ranks == 2:
@@ -313,6 +338,10 @@ def test_the_model_notices_a_release_that_stays_in_its_block(
         ring.empty[ring.stage(position)].arrive(WARPS)
 
     _fails(monkeypatch, "release", only_first)
+
+
+def test_the_model_notices_keys_nobody_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fails(monkeypatch, "clear_keys", lambda self, block: None)
 
 
 def test_the_model_notices_bytes_nobody_announced(monkeypatch: pytest.MonkeyPatch) -> None:

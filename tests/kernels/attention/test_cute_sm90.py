@@ -187,10 +187,24 @@ def test_arguments_of_a_backward(launches: list[tuple], dim: int, block_q: int) 
         assert config.block_q == block_q
         assert all(a is b for a, b in zip(given[:6], (q, k, k, out, dout, lse), strict=True))
         assert given[6] is (lse if dlse is None else dlse)
-        assert given[7:9] == (None, None)
-        assert given[9] is grads.dq and given[10] is grads.dk and given[11] is grads.dv
+        assert given[7:11] == (None,) * 4
+        assert given[11] is grads.dq and given[12] is grads.dk and given[13] is grads.dv
         tiles = 2 * -(-300 // block_q)
-        assert given[12].shape == (tiles, 4, 2 * block_q) and given[12].dtype == torch.float32
-        assert given[13].shape == (tiles, 4, block_q * dim) and given[14].shape == (tiles, 4, 1)
-        assert given[15:17] == (0.1, 0.0) and given[20:22] == (300, 200)
-        assert given[22:] == (int(dlse is not None), 1)
+        assert given[14].shape == (tiles, 4, 2 * block_q) and given[14].dtype == torch.float32
+        assert given[15].shape == (tiles, 4, block_q * dim) and given[16].shape == (tiles, 4, 1)
+        assert given[17:19] == (0.1, 0.0) and given[22:24] == (300, 200)
+        assert given[24:] == (int(dlse is not None), 1)
+
+
+def test_a_backward_with_used_lengths_gets_both_and_zeros(launches: list[tuple]) -> None:
+    q = torch.randn(2, 300, 4, 64).to(torch.bfloat16)
+    used = torch.tensor([7, 200], dtype=torch.int32)
+    options, extras = AttentionOptions(softmax_scale=0.1), AttentionExtras(seqused_k=used)
+    lse = torch.zeros(2, 4, 300)
+    for given_q in (None, torch.tensor([300, 0], dtype=torch.int32)):
+        asked = replace(extras, seqused_q=given_q)
+        grads = cute_sm90.backward(q, None, q, q, q, q, lse, options, asked)
+        (traits, _), given = launches.pop()
+        assert traits.seqused and not traits.varlen and given[10] is used
+        assert given[9].tolist() == ([2**31 - 1] * 2 if given_q is None else [300, 0])
+        assert not any(grad.any() for grad in (grads.dq, grads.dk, grads.dv))

@@ -69,6 +69,7 @@ def test_shared_memory_of_a_known_tile() -> None:
         ({"dq_parts": 4}, "dq_parts must leave"),
         ({"other_registers": 90}, "multiple of 8"),
         ({"dq_parts": 1}, "registers"),
+        ({"pass_unseen": True, "turned_sections": 1}, "pass_unseen needs"),
     ],
 )
 def test_invalid_tiles_say_why(change: dict, why: str) -> None:
@@ -82,10 +83,8 @@ def test_invalid_tiles_say_why(change: dict, why: str) -> None:
     ("change", "why"),
     [
         ({"dropout": True}, "dropout"),
-        ({"seqused": True}, "seqused"),
+        ({"leftpad": True}, "leftpad"),
         ({"page_size": 16}, "paged"),
-        ({"head_dim": 192, "varlen": True}, "no backward tile"),
-        ({"softcap": 30.0, "varlen": True}, "no backward tile"),
         ({"seqlen_q": 0}, "empty"),
     ],
 )
@@ -131,6 +130,25 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
     config = cfg.backward_config(replace(BASE, **change), H200)
     assert isinstance(config, cfg.BackwardConfig) and config.helpers == helped
     assert cfg.why_invalid(config, cfg.backward_traits(replace(BASE, **change))) is None
+
+
+def test_variants_only_where_they_measured_faster() -> None:
+    """turned_sections: deterministic and causal with helpers; pass_unseen: windows at 128."""
+    for dim, change, turned, passes in [
+        (64, {"causal": True, "deterministic": True}, 1, False),
+        (128, {"causal": True, "deterministic": True}, 1, False),
+        (128, {"deterministic": True}, 0, False),
+        (128, {"causal": True, "window_left": 9, "deterministic": True}, 0, False),
+        (128, {"causal": True}, 0, False),
+        (128, {"causal": True, "window_left": 9}, 0, True),
+        (128, {"causal": True, "window_left": 9, "varlen": True}, 0, False),
+        (128, {"window_left": 9}, 0, False),
+        (64, {"causal": True, "window_left": 9}, 0, False),
+    ]:
+        problem = replace(BASE, head_dim=dim, head_dim_v=dim, **change)
+        config = cfg.backward_config(problem, H200)
+        assert isinstance(config, cfg.BackwardConfig)
+        assert (config.turned_sections, config.pass_unseen) == (turned, passes), (dim, change)
 
 
 def test_registers_add_up_to_what_a_block_is_launched_with() -> None:

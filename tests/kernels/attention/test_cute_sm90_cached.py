@@ -81,14 +81,20 @@ def test_pages_of_packed_queries(launches: list[tuple]) -> None:  # noqa: F811
     (traits, _), given = launches.pop()
     assert traits.page_rows == 16 and traits.varlen and traits.split
     assert given[5].shape == (9, 8, 3, 128) and given[8] is starts and given[-2:] == (3, 1)
+    assert given[9] is None
     assert torch.equal(given[14], table) and given[14].stride(1) == 1
     assert out.shape == (9, 8, 128) and lse.shape == (8, 9)
 
     extras = replace(extras, seqused_k=None, cu_seqlens_k=_ints(0, 30, 62))
     cute_sm90.forward(q, pages, pages, options, extras)
     (again, _), given = launches.pop()
-    assert again == traits and given[11].tolist() == [30, 32]
+    assert again == traits and given[11].tolist() == [30, 32] and given[9] is None
     assert given[10].tolist() == [2**31 - 1] * 2
+    # As an engine calls it: nothing but the lengths.
+    extras = replace(extras, seqused_k=_ints(30, 32), cu_seqlens_k=None, max_seqlen_k=None)
+    cute_sm90.forward(q, pages, pages, options, extras)
+    (engines, _), given = launches.pop()
+    assert engines == traits and given[11].tolist() == [30, 32] and given[9] is None
 
 
 def test_a_wish_for_parts_yields_to_what_was_compiled(

@@ -61,6 +61,8 @@ def test_shared_memory_of_a_known_tile() -> None:
     ("change", "why"),
     [
         ({"num_warpgroups": 4}, "num_warpgroups must be"),
+        ({"q_stages": 3}, "q_stages must be"),
+        ({"q_stages": 2, "output_reuses_q": True}, "output_reuses_q needs"),
         ({"block_k": 120}, "multiple of 16"),
         ({"stages": 3}, "power of two"),
         ({"block_k": 256}, "shared memory"),
@@ -91,6 +93,28 @@ def test_invalid_tiles_say_why(change: dict, why: str) -> None:
 def test_refusals_name_the_reason(change: dict, why: str) -> None:
     assert cfg.refuses(BASE, H200) is None
     assert why in (cfg.refuses(replace(BASE, **change), H200) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "rings"),
+    [
+        ({}, (4, 2)),
+        ({"seqlen_q": 4096}, (4, 2)),
+        ({"causal": False}, (2, 1)),
+        ({"window_left": 9}, (2, 1)),
+        ({"sinks": True}, (2, 1)),
+        ({"varlen": True}, (2, 1)),
+        ({"head_dim": 128, "head_dim_v": 128}, (2, 1)),
+    ],
+)
+def test_deep_rings_only_where_they_measured_faster(change: dict, rings: tuple) -> None:
+    problem = replace(BASE, head_dim=64, head_dim_v=64, causal=True)
+    config = cfg.forward_config(replace(problem, **change), H200)
+    assert (config.stages, config.q_stages) == rings
+    short = change.get("seqlen_q", BASE.seqlen_q) <= 1024 and not change.get("varlen")
+    narrow = change.get("head_dim", 64) == 64
+    two = not narrow or (short and change.get("causal", True))
+    assert config.num_warpgroups == (2 if two else 3)
 
 
 def test_causal_and_window_share_the_right_bound_in_the_compile_key() -> None:

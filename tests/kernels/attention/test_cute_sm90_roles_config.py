@@ -51,13 +51,23 @@ def test_registers_are_those_the_block_was_launched_with(head_dim: int, pair: bo
         ({"dq_registers": 104}, {}, "registers"),
         ({}, {"head_dim": 320}, "at most 256"),
         ({}, {"head_dim": 100}, "multiples of 32"),
-        ({}, {"varlen": True}, "packed"),
     ],
 )
 def test_invalid_tiles_say_why(change: dict, traits: dict, why: str) -> None:
     good = cfg.RolesConfig(do_stages=1)
     assert cfg.why_invalid(good, WIDE) is None
     assert why in (cfg.why_invalid(replace(good, **change), replace(WIDE, **traits)) or "")
+
+
+def test_deep_rings_of_q_only_where_they_measured_faster() -> None:
+    """Four blocks of Q at (192, 128) leave not a byte."""
+    traits = replace(WIDE, head_dim=192, head_dim_v=128, has_right=True)
+    best = cfg.candidates(traits)[0]
+    assert (best.stages, best.pair) == (4, True)
+    assert cfg.shared_memory_bytes(best, traits) == 227 * 1024
+    for change in ({"has_right": False}, {"has_left": True}, {"deterministic": True},
+                   {"softcap": True}, {"seqused": True}, {"head_dim_v": 192}):  # fmt: skip
+        assert cfg.candidates(replace(traits, **change))[0].stages == 2, change
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128), (136, 200), (64, 256)])

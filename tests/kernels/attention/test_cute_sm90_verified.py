@@ -24,6 +24,9 @@ UNVERIFIED = [
     replace(BACKWARD, softcap=30.0),
     replace(BACKWARD, head_dim=256, head_dim_v=256, deterministic=True),
     replace(BACKWARD, head_dim=64, head_dim_v=64, causal=True, window_left=9, deterministic=True),
+    replace(BACKWARD, head_dim=256, head_dim_v=256, varlen=True),
+    replace(BACKWARD, softcap=3.0, varlen=True, deterministic=True),
+    replace(BACKWARD, seqused=True),
 ]
 
 

@@ -72,6 +72,9 @@ class Backward:
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
+        # But that ends with the longest walks, most of the multiprocessors idle beside them. So the
+        # last heads go the other way around: first keys first, queries from last to first.
+        self.turned = 0 if traits.has_left or traits.varlen else config.turned_sections
 
     # ---- host -----------------------------------------------------------------------------------
     @cute.jit
@@ -86,6 +89,8 @@ class Backward:
         dlse: cute.Tensor,
         cu_seqlens_q,
         cu_seqlens_k,
+        seqused_q,
+        seqused_k,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -105,13 +110,14 @@ class Backward:
     ):
         """q, dq [B, S, H, D]; k, dk [B, T, G, D]; v, dv [B, T, G, V]; o, dout [B, S, H, V];
         lse, dlse [B, H, S], dlse read only if has_dlse. Packed: the same without B, tokens for
-        S and T."""
+        S and T. Where seqused are given, rows behind them are not read, and those of dq, dk and dv
+        are not written."""
         packed = self.traits.varlen
         by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
         by_row = (1, 0) if packed else (2, 1, 0)
         mO, mdO, mdQ = (modes(x, by_token) for x in (o, dout, dq))
         lengths = Lengths(q.shape[0 if packed else 1], k.shape[0 if packed else 1],
-                          cu_seqlens_q, cu_seqlens_k, None)  # fmt: skip
+                          cu_seqlens_q, cu_seqlens_k, seqused_k, seqused_q)  # fmt: skip
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
@@ -284,6 +290,11 @@ class Backward:
         index, _, _ = cute.arch.block_idx()
         return index
 
+    def _num_indices(self):
+        """How many numbers there are."""
+        grid, _, _ = cute.arch.grid_dim()
+        return grid
+
     @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
         index = self._index()
@@ -293,14 +304,21 @@ class Backward:
             head = index % num_heads
             number = index // num_heads
             if cutlass.const_expr(self.last_keys_first):
-                grid, _, _ = cute.arch.grid_dim()
-                number = grid // num_heads - 1 - number
+                number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
                 # A causal mask leaves the first keys most work: they start first.
                 block = tensors.num_key_blocks - 1 - block
+        down = None
+        if cutlass.const_expr(self.last_keys_first and self.turned > 0):
+            heads = tensors.mK.shape[2] * tensors.num_batches
+            turned = self.turned * scalars.heads_per_section
+            # With fewer heads all would walk down from the start, one waiting for the other.
+            whole = heads >= 2 * turned
+            down = whole & (batch * tensors.mK.shape[2] + head >= heads - turned)
+            block = cutlass.select_(down, tensors.num_key_blocks - 1 - block, block)
         extent = tensors.tiles.lengths.extent(batch)
         block_k = keys_per_block(self.config)
         queries = query_range(
@@ -323,7 +341,9 @@ class Backward:
             first = block * queries.end // num_blocks
             if cutlass.const_expr(self.traits.deterministic):
                 first = cutlass.select_(scalars.together != 0, first, Int32(0))
-        return Work(block, head, batch, extent, queries, group, first)
+        if cutlass.const_expr(down is not None):
+            first = cutlass.select_(down, queries.end - 1, first)
+        return Work(block, head, batch, extent, queries, group, first, down)
 
     @cute.jit
     def _shared(self, layouts: Layouts) -> Shared:

@@ -30,15 +30,19 @@ from ridgeline.kernels.attention.cute.backward_types import (
     multiply,
     statistics_pair,
 )
-from ridgeline.kernels.attention.cute.forward import tma_pair
-from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, group_barrier, release
-from ridgeline.kernels.attention.cute.mask import (
-    TransposedMask,
-    accumulator_column,
-    accumulator_row,
+from ridgeline.kernels.attention.cute.blocks import query_range
+from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
+from ridgeline.kernels.attention.cute.mainloop import (
+    DTYPES,
+    FIRST_GROUP_BARRIER,
+    flat,
+    group_barrier,
+    release,
 )
+from ridgeline.kernels.attention.cute.mask import TransposedMask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
@@ -90,20 +94,58 @@ class Keys:
         first_key = (work.block * self.wgs + wg) * KEYS
         self._clear_rows(shared.sK[None, None, wg], first_key, work.extent.seqlen_k, wg)
         self._clear_rows(shared.sV[None, None, wg], first_key, work.extent.seqlen_k, wg)
-        if num_steps > 0:
-            shared.q_ring.wait_full(Int32(0))
-            self._clear_q(c, shared, work, work.first, Int32(0))
-        self._issue_scores(c, shared, Int32(0))
+        begin, end = Int32(0), num_steps
+        if cutlass.const_expr(self.config.pass_unseen):
+            begin, end = self._seen(scalars, work, wg, num_steps)
+            for step in cutlass.range(begin, unroll=1):
+                self._pass(c, shared, step)
+        block = work.first + begin
+        if begin < end:
+            shared.q_ring.wait_full(begin)
+            self._clear_q(c, shared, work, block, begin)
+        self._issue_scores(c, shared, begin)
         warpgroup.wait_group(0)
-        block = work.first
-        for step in cutlass.range(num_steps, unroll=1):
-            following = block + 1
-            if following == work.queries.end:
-                following = Int32(work.queries.begin)
-            self._step(c, mask, shared, work, (block, following), step, step + 1 < num_steps)
+        for step in cutlass.range(begin, end, unroll=1):
+            following = work.following(block)
+            self._step(c, mask, shared, work, (block, following), step, step + 1 < end)
             block = following
         warpgroup.wait_group(0)
+        if cutlass.const_expr(self.config.pass_unseen):
+            for step in cutlass.range(end, num_steps, unroll=1):
+                self._pass(c, shared, step)
         self._store(tensors, scalars, shared, work, c, num_steps)
+
+    @cute.jit
+    def _seen(self, scalars: Scalars, work: Work, wg: Int32, num_steps: Int32):
+        """Steps [begin, end) that see this warpgroup's keys, of a walk over one head."""
+        extent = work.extent
+        own = query_range(
+            (work.block * self.wgs + wg) * KEYS,
+            KEYS,
+            self.config.block_q,
+            (extent.seqlen_q, extent.seqlen_k),
+            (
+                scalars.window_left if self.traits.has_left else None,
+                scalars.window_right if self.traits.has_right else None,
+            ),
+            DeviceInteger,
+        )
+        single = work.group == 1
+        begin = cutlass.min(own.begin - work.queries.begin, num_steps)
+        begin = cutlass.select_(single, begin, Int32(0))
+        end = cutlass.max(own.end - work.queries.begin, begin)
+        return begin, cutlass.select_(single, end, num_steps)
+
+    @cute.jit
+    def _pass(self, c: KeyOwner, shared: Shared, step: Int32):
+        """A step none of whose queries sees these keys: its dS is zero."""
+        shared.q_ring.wait_full(step)
+        release(shared.q_ring, step)
+        shared.do_ring.wait_full(step)
+        release(shared.do_ring, step)
+        shared.ds_ring.wait_empty(step)
+        c.P.fill(0.0)
+        self._share_ds(c, shared, step)
 
     @cute.jit
     def _key_owner(self, scalars: Scalars, shared: Shared, wg: Int32) -> KeyOwner:
@@ -215,18 +257,9 @@ class Keys:
 
     @cute.jit
     def _clear_rows(self, tile: cute.Tensor, first_row: Int32, length: Int32, wg: Int32):
-        """Zero the rows of a tile [rows, D] that lie behind a packed sequence's end: TMA brings
-        what follows in memory, perhaps NaN, and 0 * NaN is NaN. Every warpgroup that reads the
-        tile writes the same zeros first."""
-        if cutlass.const_expr(self.traits.varlen):
-            rows, dim = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-            if first_row + rows > length:
-                kept = cutlass.max(length - first_row, 0)
-                thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-                for i in cutlass.range(thread, (rows - kept) * dim, WARPGROUP_THREADS, unroll=1):
-                    tile[kept + i // dim, i % dim] = self.dtype(0.0)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                group_barrier(wg)
+        """Zero the rows of a tile that lie behind its sequence's end (tails.py)."""
+        if cutlass.const_expr(self.traits.has_tails):
+            clear_rows(tile, first_row, length, FIRST_GROUP_BARRIER + wg)
 
     @cute.jit
     def _clear_q(self, c: KeyOwner, shared: Shared, work: Work, block: Int32, step: Int32):
@@ -317,13 +350,6 @@ class Keys:
 
     @cute.jit
     def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
-        """The last keys of a packed sequence, row by row from registers."""
+        """The last keys of a packed sequence."""
         rows = cute.domain_offset((work.extent.offset_k, 0), m[None, None, work.kv_head])
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        first = (work.block * self.wgs + wg) * KEYS + thread // 32 * 16 + thread % 32 // 4
-        output = flat(values)
-        for e in cutlass.range_constexpr(cute.size(output)):
-            row = first + 8 * accumulator_row(e)
-            column = 2 * (thread % 4) + accumulator_column(e)
-            if (row < work.extent.seqlen_k) & (column < rows.shape[1]):
-                rows[row, column] = output[e].to(self.dtype)
+        store_rows(flat(values), rows, (work.block * self.wgs + wg) * KEYS, work.extent.seqlen_k)

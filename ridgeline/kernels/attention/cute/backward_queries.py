@@ -228,6 +228,7 @@ class Queries:
             block_k=block_k,
             together=scalars.together != 0,
             integer=DeviceInteger,
+            down=work.down,
         )
         window = (
             scalars.window_left if self.traits.has_left else None,

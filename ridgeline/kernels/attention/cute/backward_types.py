@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute.backward_rows import Tiles
@@ -129,6 +129,8 @@ class Work:
     group: Int32
     first: Int32
     """The block of queries that a head's walk starts with; it wraps around."""
+    down: Boolean | None = None
+    """Whether the walk goes from the last queries to the first; None: never."""
 
     def steps_per_head(self):
         return self.queries.end - self.queries.begin
@@ -140,9 +142,22 @@ class Work:
         """(query head, block of queries) of a step."""
         per_head = self.steps_per_head()
         head = step // per_head
-        block = self.first + step - head * per_head
+        behind = step - head * per_head
+        block = self.first + behind
         block -= cutlass.select_(block < self.queries.end, Int32(0), Int32(per_head))
+        if self.down is not None:
+            block = cutlass.select_(self.down, self.first - behind, block)
         return self.kv_head * self.group + head, block
+
+    def following(self, block):
+        """The block of queries after one; after a head's last one the first again."""
+        begin, end = self.queries.begin, self.queries.end
+        up = cutlass.select_(block + 1 == end, Int32(begin), block + 1)
+        if self.down is None:
+            return up
+        return cutlass.select_(
+            self.down, cutlass.select_(block == begin, Int32(end) - 1, block - 1), up
+        )
 
     def first_tile(self, tensors, block_q: int):
         """The first tile of the sequence's rows in statistics and dq_sum."""

@@ -52,6 +52,9 @@ class Walk:
     """Whether all blocks of keys of a head run at once; read only without a mask."""
     integer: Any
     """min, max and select of the integers above."""
+    down: Any = None
+    """Causal: whether this head's blocks start with the first keys and walk down the queries; None
+    where that is not compiled in."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,17 @@ def turn(
     Under a mask the last keys that are seen come first: walks start at the diagonal, so that is
     the order in which they come by, and blocks must start in it. Without a mask and with all blocks
     of a head running at once (together), walks start spread over the queries, and again the order
-    is that in which they come by; else it is that of the blocks' numbers, in which they start.
+    is that in which they come by; else it is that of the blocks' numbers, in which they start. So
+    it is for a causal walk down: no mask hides the keys before.
     """
     left, right = window
     last = walk.num_key_blocks - 1
     if right is not None:
         last_query = (query_block + 1) * walk.block_q - 1 + walk.shift + right
-        return walk.integer.minimum(last, last_query // walk.block_k) - key_block
+        from_last = walk.integer.minimum(last, last_query // walk.block_k) - key_block
+        if walk.down is None:
+            return from_last
+        return walk.integer.choose(walk.down, key_block, from_last)
     if left is not None:
         return last - key_block
     # Block n starts at query block n * num_query_blocks // num_key_blocks.

@@ -284,7 +284,7 @@ class CachedForward:
         )
         loop.turns.start(wg)
         shared.k_ring.wait_full(Int32(0))
-        loop.issue_qk(consumer, Int32(0))
+        loop.issue_qk(consumer, Int32(0), Int32(0))
         last = loop.walk(consumer, self._mask(scalars, tile, wg), blocks, Int32(0), Int32(0))
         shared.v_ring.wait_full(last)
         if cutlass.const_expr(self.traits.leftpad):

@@ -113,7 +113,7 @@ class Shared:
     """Shared memory of a block of threads."""
 
     sQ: cute.Tensor
-    """[64, D, warpgroups]"""
+    """[64, D, warpgroups * q_stages], a warpgroup's stages together"""
     sK: cute.Tensor
     """[N, D, stages]"""
     sV: cute.Tensor
@@ -164,7 +164,7 @@ class Forward:
         Packed: the same without B, tokens for S and T. Optional tensors are None.
         """
         cfg, dims, packed = self.config, self.traits, self.traits.varlen
-        layout_q = self._row_layout(ROWS, dims.head_dim, self.wgs)
+        layout_q = self._row_layout(ROWS, dims.head_dim, self.wgs * cfg.q_stages)
         layout_k = self._row_layout(cfg.block_k, dims.head_dim, cfg.stages)
         layout_v = self._column_layout(dims.head_dim_v, cfg.block_k, cfg.stages)
         layout_o = self._row_layout(ROWS, dims.head_dim_v, self.wgs)
@@ -271,8 +271,9 @@ class Forward:
     @cute.jit
     def _shared(self, tensors, layout_q, layout_k, layout_v, layout_o) -> Shared:
         stages = self.config.stages
+        q_words = 2 * self.wgs * self.config.q_stages
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * self.wgs + 4 * stages + 2 * QUEUE_STAGES)
+        barriers = smem.allocate_array(Int64, q_words + 4 * stages + 2 * QUEUE_STAGES)
         records = smem.allocate_tensor(
             Int32, cute.make_layout((QUEUE_STAGES, RECORD_WORDS), stride=(RECORD_WORDS, 1)), 16
         )
@@ -283,7 +284,7 @@ class Forward:
             sO = sQ
         else:
             sO = smem.allocate_tensor(self.dtype, layout_o.outer, 1024, swizzle=layout_o.inner)
-        k_barriers = barriers + 2 * self.wgs
+        k_barriers = barriers + q_words
         queue_ring = Ring(k_barriers + 4 * stages, QUEUE_STAGES)
         return Shared(
             sQ=sQ,
@@ -302,10 +303,14 @@ class Forward:
         for wg in cutlass.range_constexpr(self.wgs):
             # With O in Q's memory the storing warp alone gives Q back, once O has left.
             releases = 1 if self.config.output_reuses_q else 4
-            Ring(shared.q_barriers + 2 * wg, 1).init(1, releases)
+            self._q_ring(shared, wg).init(1, releases)
         shared.k_ring.init(1, warps)
         shared.v_ring.init(1, warps)
         shared.queue.ring.init(1, warps)
+
+    def _q_ring(self, shared: Shared, wg) -> Ring:
+        stages = self.config.q_stages
+        return Ring(shared.q_barriers + 2 * stages * wg, stages)
 
     @cute.jit
     def _blocks(self, scalars: Scalars, work: Work) -> BlockRange:
@@ -401,12 +406,13 @@ class Forward:
 
     @cute.jit
     def _load_q(self, tensors: Globals, shared: Shared, work: Work, wg, position: Int32):
-        ring = Ring(shared.q_barriers + 2 * wg, 1)
+        ring = self._q_ring(shared, wg)
         mQ = tokens_of(tensors.mQ, work.head, work.batch, work.extent.offset_q, self.traits.varlen)
         tile = (ROWS, self.traits.head_dim)
         gQ = cute.local_tile(mQ, tile, (work.block * self.wgs + wg, 0))
         num_bytes = ROWS * self.traits.head_dim * self.dtype.width // 8
-        _load(tensors.tma_q, gQ, shared.sQ, wg, ring, position, num_bytes)
+        stage = wg * self.config.q_stages + ring.stage(position)
+        _load(tensors.tma_q, gQ, shared.sQ, stage, ring, position, num_bytes)
 
     @cute.jit
     def _load_k(self, tensors: Globals, shared: Shared, work: Work, block: Int32, position: Int32):
@@ -433,10 +439,10 @@ class Forward:
     # ---- consumers ------------------------------------------------------------------------------
     @cute.jit
     def _consume(self, tensors: Globals, scalars: Scalars, shared: Shared, wg: Int32):
-
-        q_ring = Ring(shared.q_barriers + 2 * wg, 1)
+        q_ring = self._q_ring(shared, wg)
+        sQ = shared.sQ if self.config.q_stages > 1 else shared.sQ[None, None, wg]
         consumer = self.mainloop.consumer(
-            shared.sQ[None, None, wg],
+            sQ,
             shared.sK,
             shared.sV,
             (q_ring, shared.k_ring, shared.v_ring),

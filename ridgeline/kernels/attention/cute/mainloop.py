@@ -35,6 +35,7 @@ class Operands:
     """Descriptors of a warpgroup's operands in shared memory, and the rings that guard them."""
 
     tQ: cute.Tensor
+    """Of the warpgroup's tile; with several stages of Q a fourth mode of all warpgroups' tiles"""
     tK: cute.Tensor
     tV: cute.Tensor
     sV: cute.Tensor
@@ -106,7 +107,8 @@ class Mainloop:
     # ---- set up ---------------------------------------------------------------------------------
     @cute.jit
     def consumer(self, sQ, sK, sV, rings, softmax_scale: Float32, softcap: Float32, wg: Int32):
-        """Registers and descriptors of one warpgroup. rings: (q, k, v)."""
+        """Registers and descriptors of one warpgroup. sQ is its tile, or with several stages of Q
+        all warpgroups' stages; rings: (q, k, v)."""
         mma_qk, mma_pv = self.products.qk(), self.products.pv()
         thread_qk, thread_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         block_k, dim_v = self.config.block_k, self.traits.head_dim_v
@@ -160,7 +162,7 @@ class Mainloop:
                 ring.wait_full(kv_position + i)
                 release(ring, kv_position + i)
             ring.wait_full(kv_position + skipped)
-        self.issue_qk(c, kv_position + skipped)
+        self.issue_qk(c, kv_position + skipped, position)
 
     @cute.jit
     def pass_values(self, c: Consumer, count: Int32, kv_position: Int32):
@@ -180,9 +182,13 @@ class Mainloop:
             self.pass_values(c, Int32(1), kv_position + i)
 
     @cute.jit
-    def issue_qk(self, c: Consumer, position: Int32):
+    def issue_qk(self, c: Consumer, position: Int32, tile: Int32):
+        """S of the block at a ring position; tile counts the tiles before this one."""
         o = c.operands
-        _multiply(self.products.qk(), c.S, o.tQ, o.tK, o.k_ring.stage(position), True)
+        tQ = o.tQ
+        if cutlass.const_expr(self.config.q_stages > 1):
+            tQ = o.tQ[None, None, None, c.wg * self.config.q_stages + o.q_ring.stage(tile)]
+        _multiply(self.products.qk(), c.S, tQ, o.tK, o.k_ring.stage(position), True)
 
     @cute.jit
     def issue_pv(self, c: Consumer, position: Int32):
@@ -294,7 +300,7 @@ class Mainloop:
         """One block: S of this block and O of the one before go to the tensor cores together."""
         c.operands.k_ring.wait_full(kv_position)
         self.turns.wait(c.wg)
-        self.issue_qk(c, kv_position)
+        self.issue_qk(c, kv_position, position)
         c.operands.v_ring.wait_full(kv_position - 1)
         self.issue_pv(c, kv_position - 1)
         self.turns.give(c.wg)

@@ -56,6 +56,7 @@ class BackwardByRoles(Backward):
         self.role_keys = RoleKeys(traits, config, self.dtype)
         self.rows = Rows(traits, config)
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
+        self.turned = 0
 
     # ---- host -----------------------------------------------------------------------------------
     def _layouts(self) -> Layouts:
@@ -155,6 +156,10 @@ class BackwardByRoles(Backward):
     def _index(self):
         index, _, _ = cute.arch.block_idx()
         return index // self.ranks
+
+    def _num_indices(self):
+        grid, _, _ = cute.arch.grid_dim()
+        return grid // self.ranks
 
     @cute.jit
     def _role_shared(self, layouts: Layouts) -> Shared:

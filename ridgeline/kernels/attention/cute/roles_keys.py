@@ -87,23 +87,29 @@ class RoleKeys(Role):
         num_steps = work.num_steps()
         c.sum.fill(0.0)
         cute.arch.mbarrier_wait(shared.kv_barrier, 0)
+        for w in cutlass.range_constexpr(self.ranks):  # dQ needs those of the whole pair
+            first_key = (work.block * self.ranks + w) * KEYS
+            self.clear_rows(shared.sK[None, None, w], first_key, work.extent.seqlen_k, SCORES)
         if num_steps > 0:
             shared.q_ring.wait_full(Int32(0))
+            self._clear_q(shared, work, work.first, Int32(0), SCORES)
         self._issue(c, shared.q_ring.stage(Int32(0)))
         warpgroup.wait_group(0)
         block = work.first
         for step in cutlass.range(num_steps, unroll=1):
-            self._score_step(scalars, c, mask, shared, work, block, step, step + 1 < num_steps)
             following = block + 1
             if following == work.queries.end:
                 following = Int32(work.queries.begin)
+            blocks, more = (block, following), step + 1 < num_steps
+            self._score_step(scalars, c, mask, shared, work, blocks, step, more)
             block = following
         warpgroup.wait_group(0)
         # Once the other has taken the last P, its last dP is done and dO's memory free.
         shared.p_ring.wait_empty(num_steps)
         target = shared.sdO[None, None, 0]
         mma = self.products.sums(self.traits.head_dim_v)
-        self.store_tile(mma, c.sum, target, tensors.tma_dv, tensors.mdV, work, shared.rank, SCORES)
+        out = tensors.tma_dv, tensors.mdV, tensors.mdV_plain
+        self.store_keys(mma, c.sum, target, out, work, shared.rank, SCORES)
 
     @cute.jit
     def _mask(self, scalars: Scalars, work: Work, rank: Int32) -> TransposedMask:
@@ -119,6 +125,20 @@ class RoleKeys(Role):
         )
 
     @cute.jit
+    def _clear_q(
+        self, shared: Shared, work: Work, block: Int32, step: Int32, role: cutlass.Constexpr[int]
+    ):
+        tile = shared.sQ[None, None, shared.q_ring.stage(step)]
+        self.clear_rows(tile, block * self.config.block_q, work.extent.seqlen_q, role)
+
+    @cute.jit
+    def _clear_do(
+        self, shared: Shared, work: Work, block: Int32, step: Int32, role: cutlass.Constexpr[int]
+    ):
+        tile = shared.sdO[None, None, shared.do_ring.stage(step)]
+        self.clear_rows(tile, block * self.config.block_q, work.extent.seqlen_q, role)
+
+    @cute.jit
     def _issue(self, c: Side, stage: Int32):
         """S^T or dP^T, asynchronously, as one group."""
         multiply(self.products.scores(), c.X, c.tA, c.tB[None, None, None, stage], True)
@@ -126,22 +146,24 @@ class RoleKeys(Role):
     @cute.jit
     def _score_step(
         self, scalars: Scalars, c: Side, mask: TransposedMask, shared: Shared, work: Work,
-        block: Int32, step: Int32, more: Boolean,
+        blocks: tuple, step: Int32, more: Boolean,
     ):  # fmt: skip
-        """One block of queries, whose S^T is done. At its end S^T of the next one is issued (on
-        whatever the stage holds, where there is none: a branch around it would make ptxas wait
-        after every product)."""
+        """One block of queries, blocks[0], whose S^T is done. At its end S^T of the next one,
+        blocks[1], is issued (on whatever the stage holds, where there is none: a branch around it
+        would make ptxas wait after every product)."""
         statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
         shared.p_ring.wait_empty(step)
-        self._probabilities(scalars, c, mask, shared, work, statistics, block)
+        self._probabilities(scalars, c, mask, shared, work, statistics, blocks[0])
         self.publish(shared.p_ring, step)
         self.release(shared.q_ring, step)
         shared.do_ring.wait_full(step)
+        self._clear_do(shared, work, blocks[0], step, SCORES)
         dv = self.products.sums(self.traits.head_dim_v)
         do_stage = shared.do_ring.stage(step)
         multiply(dv, c.sum, c.A, c.tColumns[None, None, None, do_stage], False)
         if more:
             shared.q_ring.wait_full(step + 1)
+            self._clear_q(shared, work, blocks[1], step + 1, SCORES)
         self._issue(c, shared.q_ring.stage(step + 1))
         warpgroup.wait_group(1)
         self.release(shared.do_ring, step)
@@ -194,14 +216,23 @@ class RoleKeys(Role):
         num_steps = work.num_steps()
         c.sum.fill(0.0)
         cute.arch.mbarrier_wait(shared.kv_barrier, 0)
+        first_key = (work.block * self.ranks + shared.rank) * KEYS
+        self.clear_rows(sV, first_key, work.extent.seqlen_k, GRADIENTS)
         if num_steps > 0:
             shared.do_ring.wait_full(Int32(0))
+            self._clear_do(shared, work, work.first, Int32(0), GRADIENTS)
         self._issue(c, shared.do_ring.stage(Int32(0)))
         warpgroup.wait_group(0)
         if num_steps > 0:
             self.release(shared.do_ring, Int32(0))
+        block = work.first
         for step in cutlass.range(num_steps, unroll=1):
-            self._gradient_step(c, shared, step, step + 1 < num_steps)
+            following = block + 1
+            if following == work.queries.end:
+                following = Int32(work.queries.begin)
+            blocks, more = (block, following), step + 1 < num_steps
+            self._gradient_step(c, shared, work, blocks, step, more)
+            block = following
         warpgroup.wait_group(0)
         dK = flat(c.sum)
         for e in cutlass.range_constexpr(cute.size(dK)):
@@ -209,18 +240,21 @@ class RoleKeys(Role):
         # The other's last S was done before its last P came: Q's memory is free.
         target = shared.sQ[None, None, 0]
         mma = self.products.sums(self.traits.head_dim)
-        self.store_tile(
-            mma, c.sum, target, tensors.tma_dk, tensors.mdK, work, shared.rank, GRADIENTS
-        )
+        out = tensors.tma_dk, tensors.mdK, tensors.mdK_plain
+        self.store_keys(mma, c.sum, target, out, work, shared.rank, GRADIENTS)
 
     @cute.jit
-    def _gradient_step(self, c: Side, shared: Shared, step: Int32, more: Boolean):
-        """One block of queries, whose dP^T is done. Waits stand in front of the arithmetic, which
-        LLVM would else move behind them, past the start of the next products."""
+    def _gradient_step(
+        self, c: Side, shared: Shared, work: Work, blocks: tuple, step: Int32, more: Boolean
+    ):
+        """One block of queries, blocks[0], whose dP^T is done; blocks[1] is the next. Waits stand
+        in front of the arithmetic, which LLVM would else move behind them, past the start of the
+        next products."""
         shared.p_ring.wait_full(step)
         self._take_p(c, shared)
         self.release_here(shared.p_ring, step)
         shared.q_ring.wait_full(step)
+        self._clear_q(shared, work, blocks[0], step, GRADIENTS)
         shared.ds_ring.wait_empty(step)
         self._score_gradients(c, shared.sStatistics[None, shared.q_ring.stage(step)])
         self._share_ds(c, shared, step)
@@ -229,6 +263,7 @@ class RoleKeys(Role):
         multiply(dk, c.sum, c.A, c.tColumns[None, None, None, q_stage], False)
         if more:
             shared.do_ring.wait_full(step + 1)
+            self._clear_do(shared, work, blocks[1], step + 1, GRADIENTS)
         self._issue(c, shared.do_ring.stage(step + 1))
         warpgroup.wait_group(1)
         self.release(shared.q_ring, step)

@@ -51,7 +51,7 @@ class RoleQueries(Queries, Role):
             ring.wait_empty(step)
             with cute.arch.elect_one():
                 ring.expect(step, block_q * dim * size + 4 * words)
-            rows = tokens_of(tensors.mQ, head, work.batch, Int32(0), False)
+            rows = tokens_of(tensors.mQ, head, work.batch, work.extent.offset_q, self.traits.varlen)
             tile = cute.local_tile(rows, (block_q, dim), (block, 0))
             self._copy(tensors.tma_q, tile, shared.sQ, stage, ring, step, shared.rank)
             tile_index = work.first_tile(tensors, block_q) + block
@@ -63,7 +63,9 @@ class RoleQueries(Queries, Role):
             ring.wait_empty(step)
             with cute.arch.elect_one():
                 ring.expect(step, block_q * dim_v * size)
-            rows = tokens_of(tensors.mdO, head, work.batch, Int32(0), False)
+            rows = tokens_of(
+                tensors.mdO, head, work.batch, work.extent.offset_q, self.traits.varlen
+            )
             tile = cute.local_tile(rows, (block_q, dim_v), (block, 0))
             self._copy(tensors.tma_do, tile, shared.sdO, stage, ring, step, shared.rank)
 
@@ -96,8 +98,10 @@ class RoleQueries(Queries, Role):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, num_bytes)
         first, whole = work.block * self.ranks, cute.make_layout(1)
-        mK = tokens_of(tensors.mK, work.kv_head, work.batch, Int32(0), False)
-        mV = tokens_of(tensors.mV, work.kv_head, work.batch, Int32(0), False)
+        mK, mV = (
+            tokens_of(m, work.kv_head, work.batch, work.extent.offset_k, self.traits.varlen)
+            for m in (tensors.mK, tensors.mV)
+        )
         for w in cutlass.range_constexpr(self.ranks):
             tile = cute.local_tile(mK, (KEYS, dim), (first + w, 0))
             in_shared, in_global = cpasync.tma_partition(

@@ -15,6 +15,7 @@ from ridgeline.kernels.attention.cute.forward import tma_pair
 from ridgeline.kernels.attention.cute.mainloop import flat
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows
 from ridgeline.kernels.attention.cute_sm90_backward_config import KEYS, BackwardTraits
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig, dq_columns
 
@@ -110,6 +111,32 @@ class Role:
         cute.arch.barrier(barrier_id=1 + role, number_of_threads=WARPGROUP_THREADS)
 
     @cute.jit
+    def clear_rows(
+        self, tile: cute.Tensor, first_row: Int32, length: Int32, role: cutlass.Constexpr[int]
+    ):
+        """Zero the rows of a tile that lie behind its sequence's end (tails.py)."""
+        if cutlass.const_expr(self.traits.has_tails):
+            clear_rows(tile, first_row, length, 1 + role)
+
+    @cute.jit
+    def store_keys(
+        self, mma, values, target, out: tuple, work: Work, rank: Int32,
+        role: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """A warpgroup's [64, D]; out: what TMA stores with and its tensor, and the plain tensor."""
+        atom, m, plain = out
+        if cutlass.const_expr(self.traits.varlen):
+            first = (work.block * self.ranks + rank) * KEYS
+            if first + KEYS <= work.extent.seqlen_k:
+                self.store_tile(mma, values, target, atom, m, work, rank, role)
+            else:
+                # TMA clips at the tensor's end, not at the sequence's.
+                rows = tokens_of(plain, work.kv_head, work.batch, work.extent.offset_k, True)
+                store_rows(flat(values), rows, first, work.extent.seqlen_k)
+        else:
+            self.store_tile(mma, values, target, atom, m, work, rank, role)
+
+    @cute.jit
     def store_tile(
         self, mma, values, target, atom, m, work: Work, rank: Int32, role: cutlass.Constexpr[int]
     ):
@@ -125,7 +152,7 @@ class Role:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.group_barrier(role)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
-            rows = tokens_of(m, work.kv_head, work.batch, Int32(0), False)
+            rows = tokens_of(m, work.kv_head, work.batch, work.extent.offset_k, self.traits.varlen)
             dim = cute.size(target, mode=[1])
             g = cute.local_tile(rows, (KEYS, dim), (work.block * self.ranks + rank, 0))
             in_shared, in_global = tma_pair(atom, target, g)

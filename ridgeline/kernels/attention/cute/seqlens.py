@@ -1,8 +1,8 @@
 """Where a sequence lies and how long it is: the same for every tile, or read per sequence.
 
 Dense calls: every sequence has S queries and T keys, in its own row of the batch. Packed calls:
-sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] of one long tensor. seqused_k shortens the
-keys of either.
+sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] of one long tensor. seqused shortens the
+sequences of either.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Lengths:
     cu_seqlens_k: Any
     seqused_k: Any
     """int32 [B] or None"""
+    seqused_q: Any = None
+    """int32 [B] or None"""
 
     @cute.jit
     def extent(self, batch: Int32) -> Extent:
@@ -49,7 +51,9 @@ class Lengths:
             offset_k = self.cu_seqlens_k[batch]
             seqlen_k = self.cu_seqlens_k[batch + 1] - offset_k
         if cutlass.const_expr(self.seqused_k is not None):
-            seqlen_k = self.seqused_k[batch]
+            seqlen_k = cutlass.min(seqlen_k, self.seqused_k[batch])
+        if cutlass.const_expr(self.seqused_q is not None):
+            seqlen_q = cutlass.min(seqlen_q, self.seqused_q[batch])
         return Extent(offset_q=offset_q, offset_k=offset_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     @cute.jit
