@@ -33,6 +33,7 @@ import argparse
 import datetime
 import faulthandler
 import gc
+import itertools
 import json
 import platform
 import shutil
@@ -444,6 +445,15 @@ def verify_layout(run: Run, layout: Layout, head_dim: int, seed: int) -> None:
 # ---- parity ------------------------------------------------------------------------------------
 
 
+Order = Callable[[list[int]], list[int]]
+ORDERS: tuple[Order, ...] = (
+    lambda whole: whole[::-1],
+    lambda whole: whole[len(whole) // 2 :] + whole[: len(whole) // 2],
+    lambda whole: whole[::2] + whole[1::2],
+)
+"""Of a batch's samples: the same sums, rounded otherwise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """What a layout did on the same batches as the others."""
@@ -460,11 +470,11 @@ def trace_of(
     layout: Layout,
     shape: DecoderConfig,
     *,
-    reverse: bool = False,
+    order: Order = list,
     dtype: torch.dtype = torch.bfloat16,
     steps: int | None = None,
 ) -> Trace:
-    """A few AdamW steps on the same batches."""
+    """A few AdamW steps on the same batches. order: the samples of a batch in another order."""
     seqlen, batch, all_steps = (
         (32, 2 * run.ranks, 2)
         if run.args.tiny
@@ -485,7 +495,7 @@ def trace_of(
     for step in range(steps or all_steps):
         indices = list(range(step * batch, (step + 1) * batch))
         whole = random_batch(indices, seqlen, shape.vocab_size, 0)
-        indices = indices[::-1] if reverse else indices
+        indices = order(indices)
         own = [
             random_batch(some, seqlen, shape.vocab_size, 0).to(run.device)
             for some in model.micro_batches(indices)
@@ -508,6 +518,11 @@ def farthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True))
 
 
+def spread(series: list[list[float]]) -> float:
+    """Largest relative difference of any two series."""
+    return max(farthest(*pair) for pair in itertools.permutations(series, 2))
+
+
 def off(trace: Trace, exact: Trace) -> dict[str, float]:
     """How far each first gradient is from the exact one: |difference| over |exact|, L2."""
     return {
@@ -516,19 +531,21 @@ def off(trace: Trace, exact: Trace) -> dict[str, float]:
     }
 
 
-def judged(trace: Trace, reference: Trace, control: Trace, exact: Trace) -> dict[str, Any]:
-    """A layout's row. reference: data parallel in bf16; control: it in another order; exact: data
-    parallel in fp32, one step. Losses and norms may differ by three times what the control does,
-    a gradient may be twice as far from fp32 as the reference's is, each with a small floor."""
-    told: dict[str, Any] = {"steps": len(trace.losses)}
+def judged(trace: Trace, reference: Trace, controls: list[Trace], exact: Trace) -> dict[str, Any]:
+    """A layout's row. reference: data parallel in bf16; controls: it in other orders; exact: data
+    parallel in fp32, one step. Losses and norms may differ from the reference's by three times
+    what any two of the reference and the controls do (one of them alone says little: rounding
+    grows over the steps, and any, the reference too, may be the one far off), a gradient may be
+    twice as far from fp32 as the reference's is, each with a small floor."""
+    plain = [reference, *controls]
+    told: dict[str, Any] = {"steps": len(trace.losses), "controls": len(controls)}
     told["error"] = farthest(trace.losses, reference.losses)
-    told["control"] = farthest(control.losses, reference.losses)
+    told["control"] = spread([other.losses for other in plain])
     told["norm_error"] = farthest(trace.norms, reference.norms)
-    told["norm_control"] = farthest(control.norms, reference.norms)
+    told["norm_control"] = spread([other.norms for other in plain])
+    told["norms"] = [[round(x, 5) for x in other.norms] for other in (trace, *plain)]
     told["first_norm_error"] = farthest(trace.norms[:1], exact.norms)
-    told["first_norm_control"] = max(
-        farthest(other.norms[:1], exact.norms) for other in (reference, control)
-    )
+    told["first_norm_control"] = max(farthest(other.norms[:1], exact.norms) for other in plain)
     ours, theirs = off(trace, exact), off(reference, exact)
     ratios = {name: ours[name] / (2 * theirs[name] + 2e-3) for name in ours}
     worst = max(ratios, key=lambda name: ratios[name] if ratios[name] == ratios[name] else 1e30)
@@ -553,7 +570,7 @@ def parity(run: Run) -> None:
     layouts = compared_layouts(run.args, run.ranks)
     exact = trace_of(run, layouts[0], shape, dtype=torch.float32, steps=1)
     reference = trace_of(run, layouts[0], shape)
-    control = trace_of(run, layouts[0], shape, reverse=True)
+    controls = [trace_of(run, layouts[0], shape, order=order) for order in ORDERS]
     heads = (shape.num_heads, shape.num_kv_heads)
     attention = attention_of(run, torch.bfloat16, heads, shape.head_dim, 1024)
     for layout in layouts[1:]:
@@ -564,7 +581,7 @@ def parity(run: Run) -> None:
             if not agree_on_failure(True):
                 run.failures.append(f"parity {layout.describe()}")
             continue
-        told = judged(trace, reference, control, exact) | {"attention": attention}
+        told = judged(trace, reference, controls, exact) | {"attention": attention}
         run.say(
             f"parity: {layout.describe():32} loss {told['error']:.1e} (control "
             f"{told['control']:.1e}), norm {told['norm_error']:.1e} ({told['norm_control']:.1e}), "

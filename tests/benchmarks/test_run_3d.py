@@ -116,18 +116,22 @@ def test_parity_is_judged_by_its_controls():
     noisy = {"a": torch.full((100,), 1.01), "b": torch.full((3,), 1.02)}
     reference = Trace(losses=[5.0, 4.0], norms=[2.001, 1.5], gradients=noisy)
     control = replace(reference, losses=[5.0, 4.0001])
-    assert judged(reference, reference, control, exact)["ok"]
+    assert judged(reference, reference, [control], exact)["ok"]
     wrong = {
         "losses": [5.0, 4.01],
         "norms": [2.02, 1.5],
         "gradients": noisy | {"a": torch.full((100,), 1.03)},
     }
     for name, value in wrong.items():
-        told = judged(replace(reference, **{name: value}), reference, control, exact)
+        told = judged(replace(reference, **{name: value}), reference, [control], exact)
         assert not told["ok"], name
     assert told["gradient"] == "a" and told["gradients"] == 2
+    # where the reference is the odd one, what other orders do tells how much that is
+    odd = replace(reference, norms=[2.001, 1.9])
+    assert not judged(reference, odd, [replace(odd, losses=[5.0, 4.0001])], exact)["ok"]
+    assert judged(reference, odd, [odd, reference], exact)["ok"]
     missing = {"a": torch.full((100,), float("nan")), "b": noisy["b"]}
-    told = judged(replace(reference, gradients=missing), reference, control, exact)
+    told = judged(replace(reference, gradients=missing), reference, [control], exact)
     assert not told["ok"] and told["gradient"] == "a"
 
 

@@ -208,11 +208,15 @@ def test_continuous_batching(family, name):
 
     if hasattr(flash, "lazy_import_paged_flash_attention") and not torch.cuda.is_available():
         pytest.skip("the continuous batching of this version counts GPU memory only")
-    model = model_of(family)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(family).to(device)
     prompts = [_tokens(1, n)[0].tolist() for n in (5, 12, 9)]
     want = [
         with_attention(model, "eager").generate(
-            torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False
+            torch.tensor([prompt], device=device),
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
         )[0, len(prompt) :]
         for prompt in prompts
     ]

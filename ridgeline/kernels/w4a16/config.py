@@ -292,6 +292,10 @@ _MEASURED = {
     (4096, 14336, 16): ((16, 2, 1, 5, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
     (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=132)),
+    (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), _Plan(waves=2, blocks=132)),
+    (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=128)),
+    (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=5, blocks=128)),
+    (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=6, blocks=128)),
 }
 _MEASURED_SPLITS = {(4096, 4096, 8): 2, (8192, 10240, 16): 2}
 """Parts of K of the decode kernel, (k, n, most rows): 5.1 us at one row, with the one part that the
@@ -319,9 +323,8 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
 
 # Where clusters along K beat the other kernels: (k, n, most rows: 4, 8 or 16) -> (warps along K,
 # along outputs, tiles a warp, blocks of a cluster, stages, stages of activations, blocks an SM).
-# One H200, 2026-11-30, microseconds with / without: 4.6 / 5.1 and 5.6 / 6.8.
+# One H200, 2026-11-30, microseconds with / without: 6.5 / 6.8; at 8 rows 5.9 / 5.1, left out.
 _MEASURED_STREAMS = {
-    (4096, 4096, 8): (8, 1, 1, 2, 2, 2, 3),
     (4096, 4096, 16): (8, 1, 1, 2, 2, 2, 2),
 }
 
