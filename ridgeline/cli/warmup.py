@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 import multiprocessing
 import re
@@ -22,7 +23,9 @@ from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import dtype_name
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.weights import linear_shapes
+from ridgeline.kernels.attention.cute_sm90_backward_config import backward_config, backward_traits
 from ridgeline.kernels.attention.cute_sm90_backward_config import refuses as why_no_backward
+from ridgeline.kernels.attention.cute_sm90_config import forward_config, forward_traits
 from ridgeline.kernels.attention.problem import AttentionProblem
 from ridgeline.kernels.w4a16.config import DECODE_ROWS, rows_launch, traits_for
 from ridgeline.kernels.w4a16.problem import W4A16Problem
@@ -38,6 +41,8 @@ _W4A16 = "ridgeline.kernels.w4a16.cute_library"
 LAYER = r"([1-9]\d*)x([1-9]\d*)(:silu)?"
 _ROWS = (*range(1, DECODE_ROWS + 1), *range(DECODE_ROWS + 1, 1024, 8), *range(1024, 8193, 32))
 """Rows of activations at which a layer is asked for its kernel."""
+_LENGTHS = (1024, 4096)
+"""Of sequences: below and above where tiles change (cute_sm90_config.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,17 +195,19 @@ def check_tools() -> None:
 
 
 def attention_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
-    """Forward, and backward where there is one, for every head dim, dtype, mask and layout."""
+    """Forward, and backward where there is one, for every head dim, dtype, mask and layout. Some
+    tiles depend on the length, so short and long sequences are asked for, each kernel once."""
     if "attention" not in config.ops:
         return
+    found: set[tuple[Any, Any]] = set()
     for dtype in config.dtypes:
         for dim in config.head_dims:
             for mask in config.masks:
-                for layout in config.layouts:
+                for layout, length in itertools.product(config.layouts, _LENGTHS):
                     problem = AttentionProblem(
                         batch=1,
-                        seqlen_q=4096,
-                        seqlen_k=4096,
+                        seqlen_q=length,
+                        seqlen_k=length,
                         heads=8,
                         kv_heads=8,
                         head_dim=dim,
@@ -214,10 +221,17 @@ def attention_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:
                     )
                     registry.select(problem, arch, "cute_sm90")
                     what = f"{dtype} head dim {dim} {mask} {layout}"
-                    yield Job(op="attention", what=what, argument=problem)
-                    backward = replace(problem, direction="bwd")
-                    if why_no_backward(backward, arch) is None:
-                        yield Job(op="attention", what=f"{what} backward", argument=backward)
+                    forward = (forward_traits(problem), forward_config(problem, arch))
+                    if forward not in found:
+                        found.add(forward)
+                        yield Job(op="attention", what=what, argument=problem)
+                    problem = replace(problem, direction="bwd")
+                    if why_no_backward(problem, arch) is not None:
+                        continue
+                    backward = (backward_traits(problem), backward_config(problem, arch))
+                    if backward not in found:
+                        found.add(backward)
+                        yield Job(op="attention", what=f"{what} backward", argument=problem)
 
 
 def w4a16_jobs(config: WarmupConfig, arch: Arch) -> Iterator[Job]:

@@ -158,7 +158,7 @@ def forward_traits(problem: AttentionProblem) -> ForwardTraits:
 def forward_config(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
     """The tile for a problem: the widest key block that registers and shared memory hold."""
     traits = forward_traits(problem)
-    candidates = _candidates(traits)
+    candidates = _candidates(traits, _turns_cost(problem, traits))
     if max(traits.head_dim, traits.head_dim_v) <= 64 and problem.causal and _is_short(problem):
         # Measured at 1k, causal: 329 TFLOP/s for 320 and, with deep rings, 349 for 331; at 4k 417
         # for 483.
@@ -174,14 +174,23 @@ def _is_short(problem: AttentionProblem) -> bool:
     return problem.seqlen_q <= 1024 and not problem.varlen
 
 
-def _candidates(traits: ForwardTraits) -> list[ForwardConfig]:
-    """Tiles from best to least, by head dim; measured on an H200 (docs/log/attention_hopper.md)."""
+def _turns_cost(problem: AttentionProblem, traits: ForwardTraits) -> bool:
+    """Where warpgroups that take no turns have measured faster, head dim 128: at 16k 682 TFLOP/s
+    for 676, causal 695 for 673, at 4k 656 for 655 and 625 for 620; at 1k 583 for 595."""
+    other = traits.has_left or traits.softcap or traits.sinks or traits.varlen or traits.seqused
+    dims = (traits.head_dim, traits.head_dim_v)
+    return dims == (128, 128) and min(problem.seqlen_q, problem.seqlen_k) >= 4096 and not other
+
+
+def _candidates(traits: ForwardTraits, free: bool) -> list[ForwardConfig]:
+    """Tiles from best to least, by head dim; measured on an H200 (docs/log/attention_hopper.md).
+    free: warpgroups take no turns."""
     widest = max(traits.head_dim, traits.head_dim_v)
     if widest <= 64:
         tile = ForwardConfig(block_k=128, num_warpgroups=3)
         return [replace(tile, q_stages=2, stages=4), tile] if _is_plain_causal(traits) else [tile]
     if widest <= 128:
-        return [ForwardConfig(block_k=128, num_warpgroups=2)]
+        return [ForwardConfig(block_k=128, num_warpgroups=2, ping_pong=not free)]
     reuse = traits.head_dim_v <= traits.head_dim
     return [
         ForwardConfig(block_k=block_k, num_warpgroups=2, output_reuses_q=reuse)

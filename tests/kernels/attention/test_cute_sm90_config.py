@@ -117,6 +117,25 @@ def test_deep_rings_only_where_they_measured_faster(change: dict, rings: tuple) 
     assert config.num_warpgroups == (2 if two else 3)
 
 
+@pytest.mark.parametrize(
+    ("change", "turns"),
+    [
+        ({}, False),
+        ({"causal": True}, False),
+        ({"seqlen_q": 1024}, True),
+        ({"seqlen_k": 2048}, True),
+        ({"window_left": 9}, True),
+        ({"softcap": 3.0}, True),
+        ({"varlen": True}, True),
+        ({"head_dim": 96}, True),
+        ({"head_dim": 64, "head_dim_v": 64}, True),
+    ],
+)
+def test_turns_are_left_out_only_where_that_measured_faster(change: dict, turns: bool) -> None:
+    long = replace(BASE, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_k=4096)
+    assert cfg.forward_config(replace(long, **change), H200).ping_pong == turns
+
+
 def test_causal_and_window_share_the_right_bound_in_the_compile_key() -> None:
     causal = cfg.forward_traits(replace(BASE, causal=True))
     window = cfg.forward_traits(replace(BASE, window_right=7))
