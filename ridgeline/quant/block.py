@@ -30,7 +30,7 @@ from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import BlockReport, ModuleReport, weight_bytes
 from ridgeline.quant.rtn import quantize_layer_rtn, quantize_layers_clipped
-from ridgeline.quant.staged import GroupInputs, StagedBlock
+from ridgeline.quant.staged import StagedBlock
 
 HEAD = "lm_head"
 _BF16_FRACTION_BITS = 7
@@ -191,11 +191,14 @@ class BlockWorker:
 
     # ---- layers ------------------------------------------------------------------------------
 
-    def _solve_group(self, result: BlockResult, group: list[str], inputs: GroupInputs) -> None:
+    def _solve_group(
+        self, result: BlockResult, group: list[str], inputs: Iterator[torch.Tensor]
+    ) -> None:
         """One Hessian, then the group's layers, those of one form solved together."""
         first = self.model.blocks[result.index].get_submodule(group[0])
         hessian = Hessian.zeros(first.weight.shape[1], first.weight.device)
-        inputs.add_to(hessian)
+        for x_BSK in inputs:
+            hessian.add(x_BSK)
         hessian.reduce(self.ranks)
         mean_KK = hessian.mean()
         del hessian

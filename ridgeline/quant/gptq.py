@@ -55,14 +55,6 @@ def strips(K: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, K)) for start in range(0, K, width)]
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """X^T X of one batch: fp32 strips of rows from the diagonal on, and its rows."""
-
-    strips: list[torch.Tensor]
-    tokens: int
-
-
 @dataclass(slots=True, kw_only=True)
 class Hessian:
     """X^T X of a layer's inputs, streamed, and the number of rows seen.
@@ -80,24 +72,15 @@ class Hessian:
         return cls(sum_KK=torch.zeros(k, k, dtype=torch.float64, device=device))
 
     def add(self, x_MK: torch.Tensor) -> None:
-        """Take in more rows [..., K], strip by strip."""
-        x_MK = _rows(x_MK)
+        """Take in more rows [..., K]."""
+        x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1])
+        narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)
+        x_MK = x_MK if narrow else x_MK.float()
         for start, stop in strips(x_MK.shape[1]):
-            self.sum_KK[start:stop, start:].add_(_strip(x_MK, start, stop))
+            left, right = x_MK[:, start:stop].T, x_MK[:, start:]
+            product = torch.mm(left, right, out_dtype=torch.float32) if narrow else left @ right
+            self.sum_KK[start:stop, start:].add_(product)
         self.tokens += x_MK.shape[0]
-
-    @staticmethod
-    def product(x_MK: torch.Tensor) -> Product:
-        """What `add` adds, for `take`."""
-        x_MK = _rows(x_MK)
-        made = [_strip(x_MK, start, stop) for start, stop in strips(x_MK.shape[1])]
-        return Product(made, x_MK.shape[0])
-
-    def take(self, product: Product) -> None:
-        """Take in rows whose product is made."""
-        for (start, stop), strip in zip(strips(len(self.sum_KK)), product.strips, strict=True):
-            self.sum_KK[start:stop, start:].add_(strip)
-        self.tokens += product.tokens
 
     def reduce(self, ranks: Ranks) -> None:
         """Add up what the ranks have seen."""
@@ -112,21 +95,6 @@ class Hessian:
         for start, stop in strips(len(mean_KK)):
             mean_KK[stop:, start:stop] = mean_KK[start:stop, stop:].T
         return mean_KK
-
-
-def _rows(x_MK: torch.Tensor) -> torch.Tensor:
-    """[..., K] as [M, K], in the dtype that products are made of."""
-    x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1])
-    return x_MK if _is_narrow(x_MK) else x_MK.float()
-
-
-def _is_narrow(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _strip(x_MK: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    left, right = x_MK[:, start:stop].T, x_MK[:, start:]
-    return torch.mm(left, right, out_dtype=torch.float32) if _is_narrow(x_MK) else left @ right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

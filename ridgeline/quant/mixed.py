@@ -75,7 +75,8 @@ def measure_widths(
                     k = model.blocks[index].get_submodule(group[0]).weight.shape[1]
                     device = model.blocks[index].get_submodule(group[0]).weight.device
                     hessian = Hessian.zeros(k, device)
-                    inputs.add_to(hessian)
+                    for x_BSK in inputs:
+                        hessian.add(x_BSK)
                     hessian.reduce(ranks)
                     mean_KK = hessian.mean()
                     for name in group:

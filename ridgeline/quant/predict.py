@@ -17,7 +17,6 @@ from ridgeline.core.protocols import BlockwiseModel
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import weight_bytes
-from ridgeline.quant.staged import lanes_of
 
 _HESSIAN_SHARE = 0.58
 """Of the full product that Hessian.add computes in six strips."""
@@ -140,7 +139,7 @@ def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Predi
     vocabulary = shape.head_parameters // max(shape.width, 1)
     scoring = 256 * vocabulary * 4 * 5 if shape.held_out_tokens else 0
     return Prediction(
-        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe, device), scoring),
+        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring),
         seconds=_seconds(shape, recipe, device, rates),
         work_bytes=packed + 2 * hidden,
         out_bytes=packed + shape.stored_itemsize * shape.outer_parameters,
@@ -160,9 +159,9 @@ def _packed(n: int, k: int, recipe: Recipe) -> float:
     )
 
 
-def _calibration_bytes(shape: RunShape, recipe: Recipe, device: str) -> float:
-    """Batches suspended before the widest group, and the larger of the forwards that run (with
-    their products) and the solve."""
+def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
+    """Batches suspended before the widest group, and the larger of a batch's forward and the
+    solve."""
     if recipe.method == "rtn":
         return 4.0 * 4 * max(n * k for group in shape.groups for n, k in group)
     waiting = solving = 0.0
@@ -173,10 +172,8 @@ def _calibration_bytes(shape: RunShape, recipe: Recipe, device: str) -> float:
         waiting = max(waiting, shape.itemsize * shape.tokens * (3 * shape.width + k))
         solving = max(solving, 8 * k * k + 6 * 4 * k * k + 8 * 4 * n * k)
     widest = max(k for group in shape.groups for _, k in group)
-    lanes = lanes_of(-(-shape.tokens // max(shape.batch_tokens, 1)), device)
     forward = shape.itemsize * shape.batch_tokens * (4 * shape.width + 3 * widest)
-    product = 4 * widest * widest * _HESSIAN_SHARE if lanes > 1 else 0.0
-    return waiting + max(solving, lanes * (forward + product))
+    return waiting + max(solving, forward)
 
 
 def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> float:

@@ -20,7 +20,7 @@ from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.gptq import GPTQOptions, Hessian, quantize_layers
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Override, Recipe
-from ridgeline.quant.staged import StagedBlock, _Forward, lanes_of
+from ridgeline.quant.staged import StagedBlock, _Forward
 
 from .models import TinyModel
 
@@ -213,46 +213,6 @@ def test_stages_match_a_plain_forward(ids: torch.Tensor) -> None:
                 assert torch.equal(x, expected)
         outputs = staged.finish()
     assert all(torch.equal(a.x, b) for a, b in zip(outputs, plain, strict=True))
-
-
-def test_lanes_change_no_bit_and_leave_the_threads_as_they_were(ids: torch.Tensor) -> None:
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads, lanes in ((1, 1), (2, 2), (6, 4)):
-            torch.set_num_threads(threads)
-            model = fresh()
-            batches = [Batch(x=model.embed(part)) for part in ids.split(2)]
-            assert lanes_of(4, "cpu") == lanes and lanes_of(3, "cpu") == lanes_of(4, "cuda") == 1
-            with StagedBlock(model, 0, batches) as staged:
-                for group, inputs in staged.stages():
-                    k = model.get_submodule(f"layers.0.{group[0]}").weight.shape[1]
-                    hessian = Hessian.zeros(k)
-                    inputs.add_to(hessian)
-                    assert hessian.tokens == ids.numel()
-                    found.append(hessian.mean())
-                found.extend(batch.x for batch in staged.finish())
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    third = len(found) // 3
-    for one, two, four in zip(found[:third], found[third:-third], found[-third:], strict=True):
-        assert torch.equal(one, two) and torch.equal(one, four)
-
-
-def test_an_error_in_a_lane_ends_the_others(ids: torch.Tensor) -> None:
-    before, model = torch.get_num_threads(), fresh()
-
-    def broken(module: torch.nn.Module, args: object) -> None:
-        raise RuntimeError("no memory left")
-
-    model.layers[0].get_submodule("attn.o").register_forward_hook(lambda m, a, y: broken(m, a))
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(RuntimeError, match="no memory left"):
-            quantize_model(model, ids, replace(RECIPE, batch_sequences=2))
-        assert torch.get_num_threads() == 2 and not suspended_forwards()
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_blocks_outputs_live_no_longer_than_their_holder(ids: torch.Tensor) -> None:
