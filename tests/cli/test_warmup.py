@@ -41,8 +41,14 @@ def compiled(monkeypatch):
 
     def warm(problems, arch):
         asked.extend(problems)
-        traits = [cute_sm90_config.forward_traits(problem) for problem in problems]
-        keys = zip(traits, (problem.direction for problem in problems), strict=True)
+        keys = [
+            (
+                cute_sm90_config.forward_traits(problem),
+                cute_sm90_config.forward_config(problem, arch),
+                problem.direction,
+            )
+            for problem in problems
+        ]
         return [write(abs(hash(key))) for key in keys]
 
     def compile_kernel(config):
