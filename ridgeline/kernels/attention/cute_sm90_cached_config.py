@@ -8,10 +8,8 @@ problem gets: `takes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ridgeline.core import env
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
 from ridgeline.kernels.attention.cute_sm90_config import (
@@ -71,16 +69,6 @@ class CachedConfig(ForwardConfig):
     loads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preference:
-    """Problems that another implementation gets although this one could take them."""
-
-    what: str
-    uses: Callable[[AttentionProblem], bool]
-    impl: str
-    why: str
-
-
 def rows_of(problem: AttentionProblem) -> int:
     """Packed rows of a sequence: the queries of all heads of a group."""
     return problem.heads // problem.kv_heads * problem.seqlen_q
@@ -97,37 +85,13 @@ def needs_lengths(problem: AttentionProblem) -> bool:
     return problem.seqused or problem.leftpad or problem.kv_batch_idx or paged
 
 
-PREFERENCES = (
-    Preference(
-        what="few queries, or keys of a cache",
-        uses=lambda problem: few_queries(problem) or needs_lengths(problem),
-        impl="triton",
-        why="this kernel, faster in direct calls, has not run in the engine to the end",
-    ),
-)
-
-
 def takes(problem: AttentionProblem) -> bool:
     """Whether a forward that this implementation serves runs the kernel of caches."""
     if problem.direction != "fwd":
         return False
     if needs_lengths(problem):
         return True
-    return few_queries(problem) and why_not_preferred(problem) is None
-
-
-def why_not_preferred(problem: AttentionProblem) -> str | None:
-    """Why another implementation gets a problem that this kernel could run, or None."""
-    if (why := why_unverified(problem, packed=few_queries(problem))) is not None:
-        return why
-    if env.unverified():
-        return None
-    for row in PREFERENCES:
-        if row.uses(problem):
-            return (
-                f"{row.what}: {row.impl} is preferred, {row.why} (RIDGELINE_UNVERIFIED=1 takes it)"
-            )
-    return None
+    return few_queries(problem) and why_unverified(problem, packed=True) is None
 
 
 def forward_key(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTraits, ForwardConfig]:
@@ -274,4 +238,4 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     page = problem.page_size
     if page is not None and (page < LEAST_PAGE or page & (page - 1)):
         return f"pages must be powers of two from {LEAST_PAGE} tokens, got {page}"
-    return why_not_preferred(problem)
+    return why_unverified(problem, packed=few_queries(problem))

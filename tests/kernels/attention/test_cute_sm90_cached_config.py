@@ -121,29 +121,25 @@ def test_what_has_not_run_is_refused_unless_asked_for(problem, monkeypatch) -> N
     if verified.why_unverified(problem, packed) is not None:  # until rows are confirmed
         assert "not verified on hardware yet" in (why or "")
     else:
-        assert why is None or "is preferred" in why
+        assert why is None
     assert registry.select(problem, H200).name == ("triton" if why else "cute_sm90")
     monkeypatch.setenv("RIDGELINE_UNVERIFIED", "1")
     assert cfg.forward_refuses(problem, H200) is None and cfg.takes(problem)
 
 
-def test_once_confirmed_what_another_is_preferred_for_waits(monkeypatch) -> None:
+def test_few_queries_wait_for_their_row(monkeypatch) -> None:
     monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
-    rows = tuple(replace(row, run=row.run or "a run") for row in verified.FEATURES)
-    monkeypatch.setattr(verified, "FEATURES", rows)
-    for problem in (PREFILL, DECODE):
-        assert "triton is preferred" in (cfg.forward_refuses(problem, H200) or "")
     dense = replace(DECODE, seqused=False, kv_cache=False)
+    assert cfg.takes(dense) and cfg.forward_refuses(dense, H200) is None
+    rows = tuple(replace(row, run=None if row.packed else row.run) for row in verified.FEATURES)
+    monkeypatch.setattr(verified, "FEATURES", rows)
     assert not cfg.takes(dense) and cfg.forward_refuses(dense, H200) is None
-    monkeypatch.setattr(cfg, "PREFERENCES", ())
-    for problem in (PREFILL, DECODE):
-        assert cfg.forward_refuses(problem, H200) is None
-    assert cfg.takes(dense)
+    assert "not verified" in (cfg.forward_refuses(DECODE, H200) or "")
 
 
 def test_dense_problems_keep_the_other_kernel(monkeypatch) -> None:
     monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
-    for change in ({}, {"seqlen_q": 1}, {"varlen": True}):
+    for change in ({}, {"seqlen_q": 17}, {"varlen": True}):
         problem = replace(PREFILL, seqused=False, kv_cache=False, **change)
         assert not cfg.takes(problem)
         assert cfg.forward_key(problem, H200) == (
