@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ridgeline.core import env, progress
 from ridgeline.kernels.attention.arguments import Arguments
@@ -96,6 +97,8 @@ TINY = replace(
     head_dim=8,
 )
 RECOMPUTED = ("none", "selective", "full")
+_KEPT: list[Any] = []
+"""Of ranks that share a GPU: what must live as long as the process."""
 LLAMA_32B = replace(
     PRESETS["llama-8b"],
     hidden_size=5120,
@@ -310,9 +313,21 @@ class _Staged:
             tensor.copy_(host)
 
 
-def stage_transfers() -> None:
-    """Let the layouts' transfers between ranks go through host memory."""
+def _gathered(x: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """_c10d_functional.all_gather_into_tensor through host memory."""
+    whole = torch.empty((size * x.shape[0], *x.shape[1:]), dtype=x.dtype)
+    group = distributed_c10d._resolve_process_group(name)
+    dist.all_gather_into_tensor(whole, x.detach().to("cpu", copy=True).contiguous(), group)
+    return whole.to(x.device)
+
+
+def stage_transfers(key: str = "CUDA") -> torch.library.Library:
+    """Let the layouts' transfers between ranks go through host memory, and the one functional
+    collective that gloo has for host memory alone; in force while what is returned is kept."""
     dist.batch_isend_irecv = lambda operations: [_Staged(operations)]
+    staged = torch.library.Library("_c10d_functional", "IMPL")
+    staged.impl("all_gather_into_tensor", _gathered, key)
+    return staged
 
 
 def start_sharing(timeout_s: float) -> torch.device:
@@ -320,7 +335,7 @@ def start_sharing(timeout_s: float) -> torch.device:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    stage_transfers()
+    _KEPT.append(stage_transfers())
     mesh.open_backward_thread(device)
     return device
 

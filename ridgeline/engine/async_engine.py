@@ -150,6 +150,7 @@ class AsyncEngine:
         max_tokens = self.llm.max_tokens(request)
         arrival_s = time.monotonic()
         with self._condition:
+            self._refuse_late(deadline_s)
             self._reserve(name, (len(prompt_ids) + max_tokens) * params.n)
             stream = self._streams[name] = RequestStream(self, name)
             self._commands.append(lambda: self.llm.core.add(request, max_tokens, arrival_s))
@@ -304,6 +305,20 @@ class AsyncEngine:
             )
         self._reserved[name] = tokens
         self._reserved_tokens += tokens
+
+    def _refuse_late(self, deadline_s: float | None) -> None:
+        """A full queue is also one that will outlast the request: it would wait for nothing."""
+        rate = self.llm.counters.busy_rate()
+        if deadline_s is None or not rate or not self.llm.core.scheduler.waiting:
+            return
+        wait_s = self._reserved_tokens / rate
+        if wait_s > deadline_s:
+            self.llm.counters.rejected()
+            raise QueueFullError(
+                f"engine: {self._reserved_tokens} tokens are to come first, {wait_s:.0f} s at the "
+                f"present speed, and the request's time is {deadline_s:g} s; try again later",
+                self._retry_after_s(),
+            )
 
     def _release(self, name: str) -> None:
         self._reserved_tokens -= self._reserved.pop(name, 0)

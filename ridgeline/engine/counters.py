@@ -108,6 +108,12 @@ class Counters:
             self._rates(stats, now_s)
         return stats
 
+    def busy_rate(self) -> float:
+        """Tokens a second of the last steps, times without any left out; 0 before the first."""
+        with self._lock:
+            seconds = sum(row[3] for row in self._recent)
+            return sum(row[1] for row in self._recent) / seconds if seconds else 0.0
+
     def _rates(self, stats: EngineStats, now_s: float) -> None:
         if not self._recent:
             return

@@ -42,11 +42,13 @@ class DeviceForward(Forward):
         made.overlaps = True
         return made
 
-    def joining(self, sequences: int) -> Self:
-        """The same step of at most so many single tokens, attention as one kernel."""
+    def joining(self, sequences: int, config: Any = None) -> Self:
+        """The same step of at most so many single tokens, attention as one kernel; config: that
+        kernel's."""
         weights, made = self.weights, copy(self)
         heads = (weights.heads, weights.kv_heads, weights.config.head_dim)
-        made.joined = joined(heads, sequences, weights.device, self.overlaps)
+        options = {"overlap": self.overlaps, "config": config}
+        made.joined = joined(heads, sequences, weights.device, **options)
         return made
 
     def small(self, like: torch.Tensor) -> Any:

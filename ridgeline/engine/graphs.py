@@ -25,7 +25,7 @@ from ridgeline.engine.forward import Forward
 from ridgeline.engine.numbers import FRONT, StepNumbers
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
 from ridgeline.kernels.step import ref
-from ridgeline.kernels.step.op import row_configs
+from ridgeline.kernels.step.op import attend_configs, row_configs
 
 if TYPE_CHECKING:
     from ridgeline.engine.runner import Runner, StepBatch
@@ -231,7 +231,9 @@ class DecodeGraphs:
             ways["rows"] = tuned
         for kind, way in ways.items():
             name = f"{kind}, overlapped" if overlap else kind
-            yield f"{name}, joined", lambda way=way: way().joining(size)
+            for config in attend_configs():
+                how = f"joined {config.block_n} keys {config.num_warps} warps"
+                yield f"{name}, {how}", lambda way=way, config=config: way().joining(size, config)
             if name != "matmuls":
                 yield name, way
 

@@ -275,11 +275,14 @@ class LLM:
             if not 0 <= token_id < self.info.vocab_size:
                 rule = f"hold tokens in 0 .. {self.info.vocab_size - 1}"
                 raise bad_value("request", "prompt", rule, token_id, "use the model's tokenizer")
-        if len(prompt_ids) + room > self.info.max_model_len:
-            arg = "prompt and max_tokens" if room > 1 else "prompt"
-            rule = f"fit in the context of {self.info.max_model_len} tokens"
-            got = f"{len(prompt_ids)} + {room}"
-            raise bad_value("request", arg, rule, got, "shorten the prompt or ask for fewer tokens")
+        count, most = len(prompt_ids), self.info.max_model_len
+        if count + min(room, 1) > most:
+            rule = f"fit in the context of {most} tokens"
+            got = f"{count}" + " and one to come" * min(room, 1)
+            raise bad_value("request", "prompt", rule, got, "shorten it")
+        if count + room > most:
+            rule = f"fit in the context of {most} tokens, of which the prompt takes {count}"
+            raise bad_value("request", "max_tokens", rule, room, "ask for fewer")
 
     # ---- weights -----------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def require_tensorboard() -> Any:
     except ImportError as error:
         raise UserError(
             "train: log.tensorboard needs the tensorboard package, which is not installed; "
-            "pip install 'ridgeline[tensorboard]'"
+            "pip install tensorboard"
         ) from error
     return SummaryWriter
 

@@ -240,3 +240,9 @@ def test_the_parallel_page_shows_where_steps_go_and_the_newest_comparison(writte
     assert "| 53.4% | 47.5% |" in text and "8,192 x 1 x 2" in text
     assert "3.0e-07" in text and "2.2e+00" not in text and text.count("one process, fp32") == 1
     assert parallel_page.parallel_tables([]) == "Nothing has been measured yet."
+    shared = {"gpu": "h200", "ranks_on_a_gpu": 2, "transfers": "gloo"}
+    rows = [_row("ridgeline", 0, model="verify", verify=right[0], **common | shared)]
+    rows.append(speed | {"gpu": "h200", "attention": "cute_sm90"})
+    text = parallel_page.parallel_tables(written(rows, "train"))
+    assert "| h200, shared by 2 ranks (gloo) | TP2+SP |" in text
+    assert "PyTorch 2.11, attention cute_sm90. MFU" in text

@@ -87,16 +87,19 @@ def test_parity_sees_a_wrong_gradient(tmp_path):
 
 def _through_host_memory(rank: int, out: str) -> list[str]:
     """As ranks that share a GPU talk: transfers staged, collectives by gloo anyway."""
-    stage_transfers()
+    staged = stage_transfers("CPU")
     flags = ["--device", "cpu", "--tiny", "--out", out, "--parts", "verify"]
-    return run_all(arguments([*flags, "--only", "CP2", "PP2 (1f1b)"]), torch.device("cpu"))
+    args = arguments([*flags, "--only", "TP2+SP", "CP2", "PP2 (1f1b)"])
+    failed = run_all(args, torch.device("cpu"))
+    assert staged.m is not None  # kept until here
+    return failed
 
 
 @pytest.mark.dist
 def test_ranks_that_share_a_gpu_send_through_host_memory(tmp_path):
     assert run_ranks(2, _through_host_memory, str(tmp_path)) == [[]] * 2
     rows = (tmp_path / "cpux2" / "train.jsonl").read_text().splitlines()
-    assert [json.loads(row)["verify"]["error"] < 1e-5 for row in rows] == [True, True]
+    assert [json.loads(row)["verify"]["error"] < 1e-5 for row in rows] == [True] * 3
 
 
 def test_what_ranks_that_share_a_gpu_cannot_measure_is_refused(capsys):

@@ -100,6 +100,27 @@ def test_a_full_queue_says_so_at_the_call():
     run(test, EngineConfig(limits=limits))
 
 
+def test_a_queue_that_outlasts_a_request_is_full_too():
+    """Its deadline would come first: it is told so at once, and what is there goes on."""
+
+    async def test(engine):
+        slow_down(engine)
+        streams = [engine.add_request([1], LONG, deadline_s=60.0) for _ in range(4)]
+        while not (engine.llm.core.scheduler.waiting and engine.llm.counters.busy_rate()):
+            await asyncio.sleep(0.005)
+        with pytest.raises(
+            QueueFullError, match=r"tokens are to come first, .* is 0\.01 s"
+        ) as full:
+            engine.add_request([1], SHORT, deadline_s=0.01)
+        assert 1 <= full.value.retry_after_s <= 60 and engine.stats().rejected == 1
+        patient = engine.add_request([1], SHORT, deadline_s=600.0)
+        streams.append(engine.add_request([1], SHORT))  # without a deadline
+        found = await asyncio.gather(*map(collect, [*streams, patient]))
+        assert all(found)
+
+    run(test, EngineConfig(max_num_seqs=2))
+
+
 def test_aborts_closed_cancelled_and_dropped_streams():
     async def test(engine):
         slow_down(engine)

@@ -200,12 +200,15 @@ def test_what_is_refused(decoder, model_folder, tmp_path):
         ([[0, 257]], r"request: prompt must hold tokens in 0 .. 256, got 257"),
         ([[0, -1]], "request: prompt must hold tokens"),
         ([[True]], "request: prompt must hold whole numbers"),
-        ([[1] * CONTEXT], f"must fit in the context of {CONTEXT} tokens, got {CONTEXT} \\+ 1"),
+        (
+            [[1] * CONTEXT],
+            f"must fit in the context of {CONTEXT} tokens, got {CONTEXT} and one to come",
+        ),
         (["text"], "generate: prompts must be token ids without a tokenizer"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, SamplingParams())
-    with pytest.raises(ValueError, match="prompt and max_tokens must fit"):
+    with pytest.raises(ValueError, match="max_tokens must fit in the context"):
         llm.generate([[1]], SamplingParams(max_tokens=CONTEXT))
     with pytest.raises(ValueError, match="request: logit_bias must hold tokens in 0 .. 256"):
         llm.generate([[1]], SamplingParams(logit_bias={257: 1.0}))

@@ -198,8 +198,10 @@ def test_gradient_checkpointing():
         torch.testing.assert_close(again[name], want)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_continuous_batching(family):
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "ridgeline_flash"), ("gpt_oss", "ridgeline_flash2")]
+)
+def test_continuous_batching(family, name):
     """Our kernel package behind Transformers' paged cache."""
     from transformers import ContinuousBatchingConfig
     from transformers import modeling_flash_attention_utils as flash
@@ -214,7 +216,7 @@ def test_continuous_batching(family):
         )[0, len(prompt) :]
         for prompt in prompts
     ]
-    ours = with_attention(model, plugin.PACKAGE_NAME)
+    ours = with_attention(model, name)
     config = ours.generation_config
     config.max_new_tokens, config.do_sample, config.eos_token_id = 8, False, -1
     sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)

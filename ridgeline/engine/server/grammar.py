@@ -28,6 +28,10 @@ from ridgeline.engine.server.jobs import JobTimeoutError, Worker
 MAX_CACHED = 64
 
 
+class _RefusedError(Exception):
+    """Why a grammar cannot be used."""
+
+
 class GrammarMask:
     """The state of one choice: a TokenMask of engine/params.py."""
 
@@ -92,10 +96,19 @@ class GrammarCompiler:
     ) -> None:
         self._path, self._vocab_size = tokenizer_json, vocab_size
         self._eos, self._timeout_s = list(eos_token_ids), timeout_s
-        self._worker = Worker()
+        self._worker = Worker(
+            {
+                "job": "tokenizer",
+                "tokenizer": str(self._path),
+                "vocab_size": self._vocab_size,
+                "eos_token_ids": self._eos,
+            }
+        )
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._loading = asyncio.Lock()
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._compiling: dict[str, asyncio.Task[llguidance.LLMatcher]] = {}
+        """Grammars that are waited for: requests with the same one share the work."""
 
     async def compile(self, grammar: str, param: str, *, marker: str = "") -> MaskFactory:
         """A factory of masks; with a marker the grammar holds only after it.
@@ -104,23 +117,45 @@ class GrammarCompiler:
         """
         tokenizer = await self.load(param)
         key = hashlib.sha256(grammar.encode("utf-8")).hexdigest()
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            await self._try_apart(grammar, param)
-            limits = llguidance.LLParserLimits(**LIMITS)
-            make: Callable[[], llguidance.LLMatcher] = lambda: llguidance.LLMatcher(  # noqa: E731
-                tokenizer, grammar, log_level=0, limits=limits
-            )
-            matcher = await asyncio.to_thread(make)
-            if matcher.is_error():
-                raise _refused(param, matcher.get_error())
-            self._compiled[key] = matcher
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
+        if key in self._compiled:
+            matcher = self._compiled[key]
+        else:
+            task = self._compiling.get(key)
+            if task is None:
+                task = asyncio.ensure_future(self._compile(grammar, tokenizer))
+                self._compiling[key] = task
+                task.add_done_callback(lambda done: self._compiled_once(key, done))
+            try:
+                matcher = await asyncio.shield(task)
+            except _RefusedError as error:
+                raise _refused(param, str(error)) from error
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
         if marker:
             return lambda: TriggerMask(tokenizer, matcher, marker)
         return lambda: GrammarMask(matcher.deep_copy())
+
+    async def _compile(
+        self, grammar: str, tokenizer: llguidance.LLTokenizer
+    ) -> llguidance.LLMatcher:
+        """Raises: _RefusedError."""
+        await self._try_apart(grammar)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        make: Callable[[], llguidance.LLMatcher] = lambda: llguidance.LLMatcher(  # noqa: E731
+            tokenizer, grammar, log_level=0, limits=limits
+        )
+        matcher = await asyncio.to_thread(make)
+        if matcher.is_error():
+            raise _RefusedError(matcher.get_error())
+        return matcher
+
+    def _compiled_once(self, key: str, task: asyncio.Task[llguidance.LLMatcher]) -> None:
+        del self._compiling[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._compiled[key] = task.result()
+        while len(self._compiled) > MAX_CACHED:
+            self._compiled.popitem(last=False)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the grammar must name a token as <token> to mean it."""
@@ -143,19 +178,20 @@ class GrammarCompiler:
         text = self._path.read_text(encoding="utf-8")
         return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos)
 
-    async def _try_apart(self, grammar: str, param: str) -> None:
+    async def _try_apart(self, grammar: str) -> None:
         try:
             answer = await self._worker.run(
-                "grammar", self._timeout_s, grammar=grammar, tokenizer=str(self._path),
-                vocab_size=self._vocab_size, eos_token_ids=self._eos,
-            )  # fmt: skip
+                "grammar", self._timeout_s, grammar=grammar, tokenizer=str(self._path)
+            )
         except JobTimeoutError as error:
-            raise _refused(param, f"it must compile within {self._timeout_s:g} seconds") from error
+            raise _RefusedError(f"it must compile within {self._timeout_s:g} seconds") from error
         if message := answer.get("error"):
-            raise _refused(param, message)
+            raise _RefusedError(message)
 
     async def close(self) -> None:
-        """End the worker."""
+        """End the worker, and what waits for it."""
+        for task in list(self._compiling.values()):
+            task.cancel()
         await self._worker.close()
 
 

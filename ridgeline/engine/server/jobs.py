@@ -9,9 +9,10 @@ import sys
 from typing import Any
 
 MAX_ANSWER_BYTES = 64 * 2**20
-START_S = 30.0
-"""A fresh worker's imports are not the job's time."""
-MAX_WAITING = 512
+START_S = 60.0
+"""A fresh worker's imports, and what it reads once, are not the job's time."""
+BUSY_FACTOR = 6.0
+"""A job's time is its process's own; on the clock it may take so many times as long."""
 
 
 class JobTimeoutError(Exception):
@@ -21,22 +22,22 @@ class JobTimeoutError(Exception):
 class Worker:
     """One process, one job at a time; started when first needed, again after it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: dict[str, Any] | None = None) -> None:
+        """first: a job that each new process does before any other."""
+        self._first = first
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._closed = False
 
     async def run(self, job: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
         """The answer of a job. Raises: JobTimeoutError."""
-        line = json.dumps({"job": job, "timeout_s": timeout_s, **fields}).encode("ascii") + b"\n"
+        line = _line({"job": job, "timeout_s": timeout_s, **fields})
         async with self._turn:
-            fresh = self._process is None or self._process.returncode is not None
-            if fresh:
-                await self._start()
-            assert self._process is not None
             try:
-                budget = timeout_s + 1.0 + (START_S if fresh else 0.0)
-                async with asyncio.timeout(budget):
+                if self._process is None or self._process.returncode is not None:
+                    async with asyncio.timeout(START_S):
+                        await self._start()
+                async with asyncio.timeout(BUSY_FACTOR * timeout_s + 1.0):
                     return await self._exchange(line)
             except (
                 TimeoutError,
@@ -63,6 +64,8 @@ class Worker:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_ANSWER_BYTES,
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
+        first = self._first or {"job": "nothing"}
+        await self._exchange(_line({**first, "timeout_s": START_S}))
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
@@ -75,3 +78,7 @@ class Worker:
     async def close(self) -> None:
         """End the process."""
         await self._kill()
+
+
+def _line(job: dict[str, Any]) -> bytes:
+    return json.dumps(job).encode("ascii") + b"\n"

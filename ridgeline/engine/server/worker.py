@@ -2,7 +2,8 @@
 
 `python -m ridgeline.engine.server.worker` reads one JSON job a line and answers one JSON line. A
 job that takes longer than its time is ended by the kernel's alarm, whatever it is doing; memory is
-bounded too. The server starts another one then (jobs.py): no request can stop the event loop.
+bounded too. The server starts another one then (jobs.py): no request can stop the event loop. Time
+is this process's own, so that a busy machine refuses nothing that an idle one takes.
 """
 
 from __future__ import annotations
@@ -32,26 +33,41 @@ def render(job: dict[str, Any]) -> dict[str, Any]:
     return {"text": text}
 
 
+def tokenizer(job: dict[str, Any]) -> dict[str, Any]:
+    """Read a tokenizer, for the grammars that come after."""
+    import llguidance
+
+    with open(job["tokenizer"], encoding="utf-8") as file:
+        _tokenizers[job["tokenizer"]] = llguidance.LLTokenizer(
+            file.read(), n_vocab=job["vocab_size"], eos_token=job["eos_token_ids"]
+        )
+    return {}
+
+
 def grammar(job: dict[str, Any]) -> dict[str, Any]:
     """Compile a grammar once, to see that it can be: within the time and the limits."""
     import llguidance
 
-    path = job["tokenizer"]
-    if path not in _tokenizers:
-        _tokenizers.clear()
-        with open(path, encoding="utf-8") as file:
-            _tokenizers[path] = llguidance.LLTokenizer(
-                file.read(), n_vocab=job["vocab_size"], eos_token=job["eos_token_ids"]
-            )
+    if job["tokenizer"] not in _tokenizers:
+        raise ValueError("the tokenizer could not be read")
     matcher = llguidance.LLMatcher(
-        _tokenizers[path], job["grammar"], log_level=0, limits=llguidance.LLParserLimits(**LIMITS)
+        _tokenizers[job["tokenizer"]],
+        job["grammar"],
+        log_level=0,
+        limits=llguidance.LLParserLimits(**LIMITS),
     )
     if not matcher.is_error():
         matcher.compute_bitmask()
     return {"error": matcher.get_error()} if matcher.is_error() else {}
 
 
-JOBS = {"render": render, "grammar": grammar}
+def nothing(job: dict[str, Any]) -> dict[str, Any]:
+    """Say that the process is there."""
+    del job
+    return {}
+
+
+JOBS = {"nothing": nothing, "render": render, "tokenizer": tokenizer, "grammar": grammar}
 
 
 def main() -> None:
@@ -62,12 +78,12 @@ def main() -> None:
     out = sys.stdout.buffer
     for line in sys.stdin.buffer:
         job = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])  # no handler: the alarm ends us
+        signal.setitimer(signal.ITIMER_PROF, job["timeout_s"])  # no handler: the alarm ends us
         try:
             answer = JOBS[job["job"]](job)
         except Exception as error:
             answer = {"error": f"{error}"[:1000] or type(error).__name__}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(answer).encode("ascii") + b"\n")
         out.flush()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,16 +24,16 @@ append_op = torch.ops.ridgeline.kv_append_.default
 
 
 @lru_cache(maxsize=64)
-def _appender(device: torch.device) -> Callable[..., None]:
-    """The fused kernel of the best implementation on a GPU that has one, else plain PyTorch."""
+def _fused(name: str, device: torch.device) -> Callable[..., Any] | None:
+    """A function of the best implementation on a GPU that has it."""
     arch = arch_of(device)
     for impl in registry.impls("attention") if arch.is_gpu else ():
         installed = all(importlib.util.find_spec(package) for package in impl.needs)
         if registry.runs_on(impl, arch) and installed:
-            fused = getattr(registry.load(impl), "append_kv", None)
-            if fused is not None:
-                return fused
-    return kvcache.append
+            found = getattr(registry.load(impl), name, None)
+            if found is not None:
+                return found
+    return None
 
 
 @torch.library.impl("ridgeline::kv_append_", ("cpu", "cuda"), lib=_lib)
@@ -51,8 +52,15 @@ def _kv_append(
 def append_checked(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where
 ) -> None:
-    """The append of a checked call, past the dispatcher."""
-    _appender(k_cache.device)(k_cache, v_cache, k, v, where)
+    """The append of a checked call, past the dispatcher: one launch, or plain PyTorch."""
+    append = _fused("append_kv", k_cache.device) or kvcache.append
+    append(k_cache, v_cache, k, v, where)
+
+
+def rotate_checked(q_BSHD: torch.Tensor, where: Where, advance: bool) -> torch.Tensor:
+    """The queries of a checked call, rotated: one launch, or plain PyTorch."""
+    rotate = _fused("rotate_queries", q_BSHD.device) or kvcache.rotate_queries
+    return rotate(q_BSHD, where, advance)
 
 
 @torch.library.register_fake("ridgeline::kv_append_", lib=_lib)

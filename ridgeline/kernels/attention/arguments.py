@@ -133,18 +133,19 @@ class Arguments:
         )
 
     def extras(self) -> AttentionExtras:
-        """The optional tensors that an implementation receives."""
+        """The optional tensors that an implementation receives, those of integers without gaps in
+        their last dim (kernels read them by the element)."""
         seed, offset = (0, 0) if self.seed_offset is None else self.seed_offset.tolist()
         return AttentionExtras(
-            cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_k=self.cu_seqlens_k,
+            cu_seqlens_q=dense(self.cu_seqlens_q),
+            cu_seqlens_k=dense(self.cu_seqlens_k),
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_k=self.max_seqlen_k,
-            seqused_q=self.seqused_q,
-            seqused_k=self._used_k(),
-            leftpad_k=self.leftpad_k,
-            kv_batch_idx=self.kv_batch_idx,
-            page_ids_BU=self.block_table,
+            seqused_q=dense(self.seqused_q),
+            seqused_k=dense(self._used_k()),
+            leftpad_k=dense(self.leftpad_k),
+            kv_batch_idx=dense(self.kv_batch_idx),
+            page_ids_BU=dense(self.block_table),
             alibi_slopes=self.alibi_slopes,
             sinks_H=self.sinks,
             bias=self.bias,
@@ -157,6 +158,11 @@ class Arguments:
         if self.block_table is None or self.seqused_k is not None or self.cu_seqlens_k is None:
             return self.seqused_k
         return (self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]).to(torch.int32)
+
+
+def dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with a last dim without gaps (a slice of a wider table stays as it is)."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def window_bounds(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:

@@ -4,7 +4,8 @@
     interleaved; k' and v go to row cache_seqlens + i of their sequence, or to its page and slot.
 
 Plain PyTorch on any device: reads k, v once and writes them once; no copy of the cache. An
-implementation may bring a fused kernel as `append_kv(k_cache, v_cache, k, v, where)` in its module.
+implementation may bring fused kernels in its module: `append_kv(k_cache, v_cache, k, v, where)` and
+`rotate_queries(q, where, advance)` (triton_append.py).
 Source: Su et al., "RoFormer", 2021 (rotary); FlashAttention's flash_attn_with_kvcache (semantics).
 """
 
@@ -67,6 +68,16 @@ def rotate(
     if rotary_dim == x_BSHD.shape[-1]:
         return turned.to(x_BSHD.dtype)
     return torch.cat((turned.to(x_BSHD.dtype), x_BSHD[..., rotary_dim:]), dim=-1)
+
+
+def rotate_queries(q_BSHD: torch.Tensor, where: Where, advance: bool) -> torch.Tensor:
+    """Queries rotated at cache_seqlens + i, or all at cache_seqlens where they do not advance."""
+    cos, sin = where.rotary_cos, where.rotary_sin
+    assert cos is not None and sin is not None
+    positions_BS = positions_of(where.cache_seqlens, q_BSHD.shape[1])
+    if not advance:
+        positions_BS = positions_BS[:, :1].expand_as(positions_BS)
+    return rotate(q_BSHD, cos, sin, positions_BS, where.rotary_interleaved)
 
 
 def append(

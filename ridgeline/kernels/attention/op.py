@@ -21,7 +21,7 @@ from dataclasses import fields, replace
 import torch
 
 from ridgeline.core.errors import bad_value, unsupported
-from ridgeline.kernels.attention.append_op import append_checked, append_op
+from ridgeline.kernels.attention.append_op import append_checked, append_op, rotate_checked
 from ridgeline.kernels.attention.arguments import (
     Arguments,
     check_static,
@@ -41,8 +41,7 @@ from ridgeline.kernels.attention.kvcache import (
     Where,
     check_append,
     check_rotary,
-    positions_of,
-    rotate,
+    rotate_queries,
 )
 
 _TENSORS = tuple(field.name for field in fields(Arguments))[:14]
@@ -330,14 +329,16 @@ def _append_and_attend(
     rotary = (where.rotary_cos, where.rotary_sin)
     if not eager((*(getattr(a, n) for n in _TENSORS), *caches_and_new, *rotary), False):
         append_op(*caches_and_new, *(getattr(where, n) for n in Where.__slots__))
-        return attention(a if rotary[0] is None else replace(a, q=_rotated(a.q, where, advance)))
+        if rotary[0] is not None:
+            a = replace(a, q=_rotated(a.q, where, advance, fused=False))
+        return attention(a)
     check_append(*caches_and_new, where)
     a = with_fp32_sinks(a)
     check_values(a)
     module = chosen(a)
     with torch.no_grad():
         if rotary[0] is not None:  # before the append: it checks the tables
-            a = replace(a, q=_rotated(a.q, where, advance))
+            a = replace(a, q=_rotated(a.q, where, advance, fused=True))
         append_checked(*caches_and_new, where)
         return run(a, module)
 
@@ -397,15 +398,10 @@ def _seed_offset(dropout_p: float, seed: int | None, offset: int) -> torch.Tenso
     return torch.tensor([seed, offset], dtype=torch.int64)
 
 
-def _rotated(q_BSHD: torch.Tensor, where: Where, advance: bool) -> torch.Tensor:
-    """Queries rotated at cache_seqlens + i, or all at cache_seqlens where they do not advance."""
-    cos, sin = where.rotary_cos, where.rotary_sin
-    assert cos is not None and sin is not None
+def _rotated(q_BSHD: torch.Tensor, where: Where, advance: bool, fused: bool) -> torch.Tensor:
+    """The queries rotated; fused: in one launch where there is a kernel for it."""
     check_rotary(where, q_BSHD.shape[-1], q_BSHD.shape[1] if advance else 1)
-    positions_BS = positions_of(where.cache_seqlens, q_BSHD.shape[1])
-    if not advance:
-        positions_BS = positions_BS[:, :1].expand_as(positions_BS)
-    return rotate(q_BSHD, cos, sin, positions_BS, where.rotary_interleaved)
+    return (rotate_checked if fused else rotate_queries)(q_BSHD, where, advance)
 
 
 def _checked_length(

@@ -2,6 +2,7 @@
 
     forward(q, k, v, options, extras) -> (out, lse_ln)
     backward(dout, dlse, q, k, v, out, lse_ln, options, extras) -> AttentionGrads
+    append_kv(k_cache, v_cache, k, v, where) ; rotate_queries(q, where, advance) -> q
 
 Meaning and layouts: problem.py. Numerics: products of 16-bit operands summed in fp32 (of fp32
 inputs as three tf32 products, near fp32), softmax in fp32, P and dS rounded to the inputs' dtype
@@ -26,7 +27,10 @@ from ridgeline.kernels.attention.config import (
     takes_decode,
 )
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionGrads, AttentionOptions
+from ridgeline.kernels.attention.triton_append import append_kv as append_kv
+from ridgeline.kernels.attention.triton_append import rotate_queries as rotate_queries
 from ridgeline.kernels.attention.triton_plan import (
+    BACKWARD_GROUP_BYTES,
     Inputs,
     Launch,
     Tiles,
@@ -237,10 +241,13 @@ class BackwardPlan:
         """The launches of dkdv or dq with another tile, into the same buffers (for the tuner)."""
         self.config = BackwardConfig(dkdv=tile, dq=tile)
         if kernel == "dkdv":
-            tiles = tiles_of(self.x, "k", tile.block_n)
+            tiles = self._tiles("k", tile.block_n)
             return [*tiles.made_by, self._dkdv(tiles)]
-        tiles = tiles_of(self.x, "q", tile.block_m)
+        tiles = self._tiles("q", tile.block_m)
         return [*tiles.made_by, self._dq(tiles)]
+
+    def _tiles(self, side: str, block: int) -> Tiles:
+        return tiles_of(self.x, side, block, BACKWARD_GROUP_BYTES)
 
     def _variant(self, tile: TileConfig):
         tma = self.tma and tile.tma
@@ -248,8 +255,8 @@ class BackwardPlan:
 
     def launches(self) -> list[Launch]:
         """Everything, in order."""
-        queries = tiles_of(self.x, "q", self.config.dq.block_m)
-        keys = tiles_of(self.x, "k", self.config.dkdv.block_n)
+        queries = self._tiles("q", self.config.dq.block_m)
+        keys = self._tiles("k", self.config.dkdv.block_n)
         found = [*queries.made_by, *keys.made_by, self._rows(queries)]
         blocks = self.x.extras.mods is not None and self.x.extras.mods.blocks is not None
         if self.config.joined and not blocks:
@@ -273,7 +280,7 @@ class BackwardPlan:
 
     def rows(self) -> list[Launch]:
         """The launches of delta and LSE alone, which dkdv and dq read (for the tuner)."""
-        queries = tiles_of(self.x, "q", self.config.dq.block_m)
+        queries = self._tiles("q", self.config.dq.block_m)
         return [*queries.made_by, self._rows(queries)]
 
     def _rows(self, tiles: Tiles) -> Launch:

@@ -37,9 +37,17 @@ def overlapped() -> Any:
     return SimpleNamespace(**{name: partial(getattr(made, name), overlap=True) for name in names})
 
 
-def joined(heads: tuple[int, int, int], sequences: int, device: torch.device, overlap: bool) -> Any:
+def joined(
+    heads: tuple[int, int, int],
+    sequences: int,
+    device: torch.device,
+    *,
+    overlap: bool = False,
+    config: Any = None,
+) -> Any:
     """embed_norm, decode_attention and choose (ref.py says what each is) with memory of their own
-    for at most so many sequences. heads: of queries, of keys, and their dim."""
+    for at most so many sequences. heads: of queries, of keys, and their dim; config: of
+    attend_configs."""
     if module_for(device.type).__name__.endswith(".ref"):
         ref = importlib.import_module("ridgeline.kernels.step.ref")
         names = ("embed_norm", "decode_attention", "choose")
@@ -47,7 +55,7 @@ def joined(heads: tuple[int, int, int], sequences: int, device: torch.device, ov
     ends = importlib.import_module("ridgeline.kernels.step.triton_ends")
     attend = importlib.import_module("ridgeline.kernels.step.triton_attend")
     H, G, D = heads
-    parts = attend.AttendScratch.of(sequences, H, G, D, device)
+    parts = attend.AttendScratch.of(sequences, H, G, D, device, config)
     found = ends.chooser(sequences, device)
     return SimpleNamespace(
         embed_norm=partial(ends.embed_norm, overlap=overlap),
@@ -59,3 +67,8 @@ def joined(heads: tuple[int, int, int], sequences: int, device: torch.device, ov
 def row_configs() -> tuple[Any, ...]:
     """What the one-row kernels can be run with; the first is their default."""
     return importlib.import_module("ridgeline.kernels.step.triton_rows").CANDIDATES
+
+
+def attend_configs() -> tuple[Any, ...]:
+    """What a joined step's attention can be run with; the first is its default."""
+    return importlib.import_module("ridgeline.kernels.step.triton_attend").CANDIDATES

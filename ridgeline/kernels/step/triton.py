@@ -2,7 +2,7 @@
 
     add_rms_norm   x += delta ; y = x w / sqrt(mean(x^2) + eps)      a row a program
     silu_mul       y = silu(gate) up                                 a piece of a row a program
-    rope_append    q' = R(pos) q ; cache[slot] = (R(pos) k, v)       a head of a token a program
+    rope_append    q' = R(pos) q ; cache[slot] = (R(pos) k, v)       some heads of a token a program
 
 Each reads and writes its tensors once; at decode sizes all are bound by their launch, which is why
 there are three of them and not a dozen. Arithmetic in fp32, rounded where PyTorch's own operations
@@ -26,6 +26,8 @@ from ridgeline.kernels.step.triton_rows import norm_linear, row_linear
 __all__ = ["add_rms_norm", "norm_linear", "rope_append", "row_linear", "silu_mul"]
 
 _PIECE = 1024
+_HEADS = 8
+"""Of a token, in one program of rope_append: with one each, programs cost more than their bytes."""
 
 
 @triton.jit
@@ -90,33 +92,40 @@ def _rope_append(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (tokens, H + 2 G); a program holds both halves of a head."""
-    _start(OVERLAP)
-    p, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Grid (tokens, groups of heads); a program holds both halves of each head."""
     HALF: tl.constexpr = D // 2
+    p = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     cols = tl.arange(0, BLOCK)
-    mask = cols < HALF
-    source = qkv_ptr + p * stride_p + h * D + cols
+    in_half = (cols < HALF)[None, :]
+    mask = (heads < H + 2 * G)[:, None] & in_half
+    _start(OVERLAP)
+    slot = tl.load(slots_ptr + p).to(tl.int64)
+    position = tl.load(positions_ptr + p).to(tl.int64)
+    source = qkv_ptr + p * stride_p + heads[:, None] * D + cols[None, :]
     low = tl.load(source, mask=mask, other=0.0)
     high = tl.load(source + HALF, mask=mask, other=0.0)
-    slot = tl.load(slots_ptr + p).to(tl.int64)
-    if h < H + G:
-        position = tl.load(positions_ptr + p).to(tl.int64)
-        cos = tl.load(cos_ptr + position * D + cols, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + position * D + HALF + cols, mask=mask, other=0.0)
-        low_32, high_32 = low.to(tl.float32), high.to(tl.float32)
-        low = (low_32 * cos - high_32 * sin).to(qkv_ptr.dtype.element_ty)
-        high = (high_32 * cos + low_32 * sin).to(qkv_ptr.dtype.element_ty)
-    if h < H:
-        target = q_ptr + (p * H + h) * D + cols
-    elif h < H + G:
-        target = k_ptr + (slot * G + h - H) * D + cols
-    else:
-        target = v_ptr + (slot * G + h - H - G) * D + cols
-    tl.store(target, low, mask=mask)
-    tl.store(target + HALF, high, mask=mask)
+    turns = mask & (heads < H + G)[:, None]
+    angle = position * D + cols[None, :]
+    cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0)
+    sin = tl.load(sin_ptr + HALF + angle, mask=in_half, other=0.0)
+    low_32, high_32 = low.to(tl.float32), high.to(tl.float32)
+    low = tl.where(turns, (low_32 * cos - high_32 * sin).to(qkv_ptr.dtype.element_ty), low)
+    high = tl.where(turns, (high_32 * cos + low_32 * sin).to(qkv_ptr.dtype.element_ty), high)
+    q_at = q_ptr + (p * H + heads)[:, None] * D + cols[None, :]
+    k_at = k_ptr + (slot * G + heads - H)[:, None] * D + cols[None, :]
+    v_at = v_ptr + (slot * G + heads - H - G)[:, None] * D + cols[None, :]
+    is_q, is_k = (heads < H)[:, None], ((heads >= H) & (heads < H + G))[:, None]
+    is_v = (heads >= H + G)[:, None]
+    tl.store(q_at, low, mask=mask & is_q)
+    tl.store(q_at + HALF, high, mask=mask & is_q)
+    tl.store(k_at, low, mask=mask & is_k)
+    tl.store(k_at + HALF, high, mask=mask & is_k)
+    tl.store(v_at, low, mask=mask & is_v)
+    tl.store(v_at + HALF, high, mask=mask & is_v)
 
 
 def _launch_options(overlap: bool) -> dict[str, bool]:
@@ -176,7 +185,7 @@ def rope_append(
     P, _, D = qkv_PHD.shape
     G = flat[0].shape[1]
     q_PHD = qkv_PHD.new_empty(P, heads, D)
-    _rope_append[(P, heads + 2 * G)](
+    _rope_append[(P, triton.cdiv(heads + 2 * G, _HEADS))](
         qkv_PHD,
         q_PHD,
         *flat,
@@ -188,6 +197,7 @@ def rope_append(
         G=G,
         D=D,
         BLOCK=triton.next_power_of_2(D // 2),
+        HEADS=_HEADS,
         OVERLAP=overlap,
         num_warps=1,
         **_launch_options(overlap),

@@ -44,6 +44,11 @@ class AttendConfig:
     num_warps: int = 4
 
 
+CANDIDATES = (AttendConfig(), AttendConfig(block_n=32, num_warps=1))
+"""What an engine tries when it records a step (engine/graphs.py): few warps wait less for each
+other, many read more at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttendScratch:
     """Where programs leave their parts; counters are zero between kernels."""
@@ -244,27 +249,39 @@ def _merge(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Join the parts of one group of heads, all of them read at once."""
+    """Join the parts of one group of heads."""
     part_ptr, lse_ptr, o_ptr, first_part, first = at
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    PARTS: tl.constexpr = triton.next_power_of_2(SPLITS)
-    parts, heads, cols = tl.arange(0, PARTS), tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
-    rows = first_part + parts[:, None] * H + heads[None, :]
-    mask = (parts < active)[:, None] & (heads < GROUP)[None, :]
-    lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    part = tl.load(
-        part_ptr + rows[:, :, None] * D + cols[None, None, :],
-        mask=mask[:, :, None] & (cols < D)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    total = tl.sum(weight, 0)
-    o = tl.sum(part * weight[:, :, None], 0) / tl.where(total == 0.0, 1.0, total)[:, None]
-    o_mask = (heads < GROUP)[:, None] & (cols < D)[None, :]
+    heads, cols = tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
+    in_group = heads < GROUP
+    mask = in_group[:, None] & (cols < D)[None, :]
+    lse_ptr += first_part + heads
+    part_ptr += (first_part + heads)[:, None] * D + cols[None, :]
+    # Unrolled: all parts are on their way before the first is needed, and no thread needs another.
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    for i in tl.static_range(SPLITS):
+        lse = tl.load(
+            lse_ptr + i * H, mask=in_group & (i < active), other=float("-inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        top = tl.maximum(top, lse)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((HEADS,), tl.float32)
+    o = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    for i in tl.static_range(SPLITS):
+        lse = tl.load(
+            lse_ptr + i * H, mask=in_group & (i < active), other=float("-inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.exp2(lse - safe)
+        part = tl.load(
+            part_ptr + i * H * D, mask=mask & (i < active), other=0.0, cache_modifier=".cg"
+        )
+        total += weight
+        o += weight[:, None] * part
+    o = o / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = o_ptr + (first + heads)[:, None] * D + cols[None, :]
-    tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=o_mask)
+    tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

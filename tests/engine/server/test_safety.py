@@ -19,6 +19,7 @@ import pytest
 
 import ridgeline.engine.server
 from ridgeline.engine.server.app import ROUTES
+from ridgeline.engine.server.grammar import GrammarCompiler
 from ridgeline.engine.server.jobs import JobTimeoutError, Worker
 
 from .conftest import CONFIG, running, until
@@ -389,6 +390,36 @@ def test_compiled_grammars_are_bounded(server, monkeypatch):
         status, answer = server.json("/v1/chat/completions", {**CHAT, "response_format": kind})
         assert status == 200 and answer["choices"][0]["message"]["content"] == str(i)
     assert len(server.state.grammars._compiled) == 3
+
+
+def test_requests_with_one_grammar_share_its_compilation(tokenizer_folder):
+    """Also where the first of them leaves; the tokenizer is read before, on nobody's time."""
+
+    async def main() -> None:
+        path = tokenizer_folder / "tokenizer.json"
+        compiler = GrammarCompiler(path, 300, (0,), 5.0)
+        jobs: list[str] = []
+        run = compiler._worker.run
+
+        async def counted(job, timeout_s, **fields):
+            jobs.append(job)
+            return await run(job, timeout_s, **fields)
+
+        compiler._worker.run = counted
+        grammar = 'start: "a" | "b"'
+        asked = [asyncio.ensure_future(compiler.compile(grammar, f"p{i}")) for i in range(5)]
+        while not compiler._compiling:
+            await asyncio.sleep(0)
+        asked[0].cancel()
+        done = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError) and all(map(callable, done[1:]))
+        assert jobs == ["grammar"] and not compiler._compiling
+        wrong = [compiler.compile("start: nowhere", f"p{i}") for i in range(2)]
+        told = await asyncio.gather(*wrong, return_exceptions=True)
+        assert [str(error.param) for error in told] == ["p0", "p1"]
+        await compiler.close()
+
+    asyncio.run(main())
 
 
 def test_a_worker_that_hangs_is_killed_and_comes_back():

@@ -49,6 +49,8 @@ class Case:
     dlse: bool = False
     layout: str = "dense"
     """dense, varlen, seqused, leftpad, batch_idx, paged, varlen_paged."""
+    page: int = 16
+    """Tokens of a page."""
     strides: str = "contiguous"
     """contiguous, transposed (heads before tokens in memory), sliced, broadcast (stride 0)."""
 
@@ -174,17 +176,17 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Built:
         kv_shape = (B + 3, T)
         starts["kv_batch_idx"] = torch.arange(B, dtype=torch.int32).flip(0) + 2
     if "paged" in case.layout:
-        pages = -(-T // 16)
+        pages = -(-T // case.page)
         table = torch.randperm(B * pages + 5, generator=generator)[: B * pages].view(B, pages)
         for row, used in zip(table, used_k, strict=True):
-            row[-(-used // 16) :] = -1  # pages past a sequence's length are never looked at
+            row[-(-used // case.page) :] = -1  # pages past a sequence's length are never looked at
         starts["block_table"] = table.to(torch.int32)
-        kv_shape = (B * pages + 5, 16)
+        kv_shape = (B * pages + 5, case.page)
     q = randn(*q_shape, case.heads, case.dim)
     k = randn(*kv_shape, case.kv_heads, case.dim)
     v = randn(*kv_shape, case.kv_heads, case.dim_v)
     q, k, v = (_restride(x, case.strides) for x in (q, k, v))
-    bias_keys = -(-T // 16) * 16 if "paged" in case.layout else T
+    bias_keys = -(-T // case.page) * case.page if "paged" in case.layout else T
     bias_shape = (1 if case.bias in ("batch", "both") else B, *_bias_heads(case), S, bias_keys)
     slopes = (B, case.heads) if case.alibi == "batch" else (case.heads,)
     a = Arguments(

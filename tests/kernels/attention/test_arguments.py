@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ridgeline.kernels.attention import flash_attn_func, flash_attn_varlen_func
-from ridgeline.kernels.attention.arguments import window_bounds
+from ridgeline.kernels.attention.arguments import Arguments, window_bounds
 
 
 def _dense(**change):
@@ -131,3 +133,24 @@ def test_window_bounds():
     assert window_bounds((-1, -1)) == (None, None)
     assert window_bounds((None, 0)) == (None, 0)
     assert window_bounds((7, -1)) == (7, None)
+
+
+def test_integers_with_gaps_reach_no_kernel():
+    """Lengths that are a column of a table; a slice of a page table's columns is not copied."""
+    column = torch.arange(12, dtype=torch.int32).view(4, 3)
+    table = torch.arange(20, dtype=torch.int32).view(4, 5)[:, :3]
+    q = zeros(4, 6, 4, 16)
+    a = Arguments(
+        q=q, k=q, v=q, seqused_k=column[:, 1], leftpad_k=column[:, 0], kv_batch_idx=column[:, 2],
+        block_table=table, softmax_scale=1.0,
+    )  # fmt: skip
+    found = a.extras()
+    for got, want in (
+        (found.seqused_k, [1, 4, 7, 10]),
+        (found.leftpad_k, [0, 3, 6, 9]),
+        (found.kv_batch_idx, [2, 5, 8, 11]),
+    ):
+        assert got.is_contiguous() and got.tolist() == want
+    assert found.page_ids_BU is table
+    transposed = torch.arange(20, dtype=torch.int32).view(5, 4).T
+    assert replace(a, block_table=transposed).extras().page_ids_BU.stride() == (5, 1)

@@ -41,6 +41,13 @@ def test_every_head_dim(dtype):
         cases.check_backward("cpu", case)
 
 
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+def test_page_sizes(page):
+    kind = dict(name="", layout="paged", page=page, seqlen_q=9, seqlen_k=150, batch=3, causal=True)
+    for impl in ("cpu", "ref"):
+        cases.check_forward(impl, cases.Case(**kind))
+
+
 def test_who_is_tested_here():
     count: dict[str, int] = {}
     for impl, _ in cases.accepted("fwd"):

@@ -275,3 +275,20 @@ def test_splits_fill_the_machine(batch, keys):
     assert programs >= SM90.num_units, "a multiprocessor would idle"
     assert found.num_splits <= -(-keys // found.tile.block_n)
     assert config.decode_config(p, SM90, 5).num_splits == 5
+
+
+@pytest.mark.parametrize("dim, forward, backward", [(128, 16, 4), (64, 32, 8)])
+def test_heads_of_packed_calls_go_in_groups(dim, forward, backward):
+    """As many as fit the L2 cache; fewer in backward (triton_plan.py has the times)."""
+    lengths = torch.tensor([0, 5000, 5082, 8082], dtype=torch.int32)
+    starts = {f"cu_seqlens_{side}": lengths for side in "qk"}
+    extras = AttentionExtras(**starts, max_seqlen_q=5000, max_seqlen_k=5000)
+    q = torch.empty(8082, 2048 // dim, dim, dtype=torch.bfloat16)
+    x = plan.inputs_of(q, q, q, AttentionOptions(softmax_scale=0.1, causal=True), extras)
+    out, lse = kernels.forward_outputs(x)
+    tile = config.forward_tile(plan.problem_of(x, "fwd"), SM90)
+    assert kernels.plan_forward(x, out, lse, tile)[-1].args[8].head_group == forward
+    tiles = config.backward_config(plan.problem_of(x, "bwd"), SM90)
+    launches = kernels.BackwardPlan(x, out, None, out, lse, tiles).launches()
+    calls = [arg for one in launches for arg in one.args if isinstance(arg, plan.Call)]
+    assert len(calls) == 3 and {call.head_group for call in calls} == {backward}

@@ -84,6 +84,18 @@ def test_two_widths_without_tma(kind, dims):
         cases.check_backward("triton", case, "cuda")
 
 
+@pytest.mark.parametrize("page", [32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 100])
+def test_page_sizes(seqlen_q, page):
+    """Pages smaller than a tile of keys are gathered, others come by TMA."""
+    for dim, heads in ((64, 4), (128, 8)):
+        case = cases.Case(
+            name="", layout="paged", page=page, seqlen_q=seqlen_q, seqlen_k=700, batch=3, dim=dim,
+            dim_v=dim, heads=heads, causal=True, dtype="bfloat16",
+        )  # fmt: skip
+        cases.check_forward("triton", case, "cuda")
+
+
 WIDE = {
     **cases.OPTIONS,
     **{kind: dict(layout=kind, causal=True) for kind in ("varlen", "seqused", "leftpad")},

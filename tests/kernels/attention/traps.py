@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import triton.runtime.interpreter as interpreter
 
-from ridgeline.kernels.attention import config
+from ridgeline.kernels.attention import config, kvcache, triton_append
 from ridgeline.kernels.attention import triton as kernels
 
 from . import cases
@@ -48,6 +48,24 @@ def run(layout: str, lie: dict) -> None:
     kernels.forward(a.q, a.k, a.v, a.options(), a.extras())
 
 
+APPEND_LIES = {
+    "cache_seqlens": dict(cache_seqlens=ints(3, 31)),
+    "block_table": dict(block_table=ints(0, 1, 2, 9).view(2, 2)),
+    "cache_batch_idx": dict(block_table=None, kv_batch_idx=ints(0, 4), cache_seqlens=ints(3, 5)),
+    "rotary_cos": dict(rotary_cos=torch.ones(17, 8), rotary_sin=torch.zeros(17, 8)),
+}
+
+
+def append(lie: dict) -> None:
+    """Two new tokens of two sequences, of two pages each."""
+    tables = dict(rotary_cos=torch.ones(40, 8), rotary_sin=torch.zeros(40, 8))
+    kind = dict(kv_batch_idx=None, block_table=ints(0, 1, 2, 3).view(2, 2), **tables)
+    given = {"cache_seqlens": ints(3, 17), **kind, "rotary_interleaved": False, **lie}
+    cache, new = torch.zeros(4, 16, 1, 16), torch.ones(2, 2, 1, 16)
+    triton_append.append_kv(cache, cache.clone(), new, new, kvcache.Where(**given))
+    triton_append.rotate_queries(new, kvcache.Where(**given), True)
+
+
 def report(name: str, call) -> None:
     try:
         call()
@@ -66,6 +84,9 @@ def main() -> None:
         for name, (layout, lie) in LIES.items():
             report(f"{path} {name} true", partial(run, layout, {}))
             report(f"{path} {name} lie", partial(run, layout, lie))
+    for name, lie in APPEND_LIES.items():
+        report(f"append {name} true", partial(append, {}))
+        report(f"append {name} lie", partial(append, lie))
 
 
 if __name__ == "__main__":
