@@ -19,6 +19,7 @@ _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
 _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
+_TAILS = "H200, 2026-11-30, checks at commit 0615283"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
@@ -122,12 +123,12 @@ FEATURES = (
     Feature(
         what="backward of head dims beyond 128 or with softcap, packed",
         uses=lambda p: _roles(p) and p.varlen,
-        run=None,
+        run=_TAILS,
     ),
     Feature(
         what="backward with used lengths",
         uses=lambda p: p.direction == "bwd" and p.seqused,
-        run=None,
+        run=_TAILS,
     ),
 )
 
