@@ -7,7 +7,8 @@ cut into small groups, several of which run at once; each case of a group that i
 passed is run again in a process of its own with CUDA_LAUNCH_BLOCKING=1, where the error names the
 launch that made it. A case that fails by a warning made an error (another PyTorch warns of other
 things) is run a third time without that, and told apart. Most of the time is compilation, which the
-processes share through Triton's cache on disk.
+processes share through Triton's cache on disk. Where a machine has several GPUs, --devices spreads
+the processes over them.
 
 The last lines are a table by file; --results keeps every case. Exit status 1 where a case failed,
 was lost or not run.
@@ -28,10 +29,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Queue
 
 ROOT = Path(__file__).parents[1]
 GOOD = ("passed", "skipped")
@@ -84,6 +86,14 @@ class Settings:
     alone_seconds: float = 60.0
     pytest_args: tuple[str, ...] = ("-p", "no:cacheprovider", "-p", "no:benchmark")
     environment: dict[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them; each process gets one. Empty: what the caller sees."""
+    free: Queue[str] = field(default_factory=Queue)
+    """The devices of the processes that could start now."""
+
+    def __post_init__(self) -> None:
+        for number in range(self.workers if self.devices else 0):
+            self.free.put(self.devices[number % len(self.devices)])
 
 
 def marked_files(root: Path) -> list[str]:
@@ -173,20 +183,34 @@ def run_job(settings: Settings, job: Job, deadline: float) -> dict[str, Case]:
         report = Path(folder) / "report.xml"
         extra = ("-W", "default") if job.warnings else ()
         command = pytest_command(settings, f"--junitxml={report}", *extra, *job.ids)
-        ended = _run(command, settings, limit, blocking=job.alone)
+        with _device(settings) as environment:
+            environment |= {"CUDA_LAUNCH_BLOCKING": "1"} if job.alone else {}
+            ended = _run(command, settings, limit, environment)
         found = read_report(report, job.ids)
     return {case: found.get(case, Case(case, "lost", limit, ended)) for case in job.ids}
 
 
-def _run(command: Sequence[str], settings: Settings, limit: float, blocking: bool) -> str:
+@contextlib.contextmanager
+def _device(settings: Settings) -> Iterator[dict[str, str]]:
+    """The variables of a process that has one of the devices until it ends."""
+    if not settings.devices:
+        yield {}
+        return
+    device = settings.free.get()
+    try:
+        yield {"CUDA_VISIBLE_DEVICES": device}
+    finally:
+        settings.free.put(device)
+
+
+def _run(
+    command: Sequence[str], settings: Settings, limit: float, environment: dict[str, str]
+) -> str:
     """Run a process group, at most so many seconds; how it ended, in words."""
-    environment = {**os.environ, **settings.environment}
-    if blocking:
-        environment["CUDA_LAUNCH_BLOCKING"] = "1"
     child = subprocess.Popen(
         command,
         cwd=settings.root,
-        env=environment,
+        env={**os.environ, **settings.environment, **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -294,8 +318,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--group", type=int, default=8, help="cases of one process at the most")
+    parser.add_argument("--devices", default="", help="GPUs to share out, as in 0,1,2,3")
     flags = parser.parse_args(words)
     settings = Settings(
+        devices=tuple(flags.devices.split(",")) if flags.devices else (),
         paths=tuple(flags.paths),
         workers=flags.workers,
         group=flags.group,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from queue import Queue
 
 import pytest
 
@@ -100,6 +102,19 @@ def test_what_hangs_is_killed(tree):
     found = run_gpu.run_job(tree, job, time.monotonic() + 60)
     assert found[job.ids[0]].outcome == "lost"
     assert found[job.ids[0]].message == "killed after 2 s"
+
+
+def test_devices_are_shared_out(tree, tmp_path):
+    (tree.root / FILE).write_text(
+        "import os, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(4))\n"
+        f"def test_says(n):\n    open({str(seen)!r}, 'a').write("
+        "os.environ['CUDA_VISIBLE_DEVICES'] + ' ')\n"
+    )
+    settings = replace(tree, devices=("3", "GPU-5"), group=1, free=Queue())
+    cases = run_gpu.run_all(settings, [f"{FILE}::test_says[{n}]" for n in range(4)])
+    assert {case.outcome for case in cases} == {"passed"}
+    assert {path.read_text() for path in tmp_path.glob("seen*")} <= {"3", "GPU-5"}
+    assert sorted(settings.free.get_nowait() for _ in range(2)) == ["3", "GPU-5"]
 
 
 def test_nothing_starts_when_the_time_is_over(tree):
