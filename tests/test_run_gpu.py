@@ -106,9 +106,12 @@ def test_what_hangs_is_killed(tree):
 
 def test_devices_are_shared_out(tree, tmp_path):
     (tree.root / FILE).write_text(
-        "import os, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(4))\n"
-        f"def test_says(n):\n    open({str(seen)!r}, 'a').write("
-        "os.environ['CUDA_VISIBLE_DEVICES'] + ' ')\n"
+        "import os, pathlib, pytest\n"
+        "@pytest.mark.gpu\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test_says(n):\n"
+        f"    path = pathlib.Path({str(tmp_path)!r}, 'seen' + str(n))\n"
+        "    path.write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
     settings = replace(tree, devices=("3", "GPU-5"), group=1, free=Queue())
     cases = run_gpu.run_all(settings, [f"{FILE}::test_says[{n}]" for n in range(4)])
