@@ -19,7 +19,7 @@ _PUBLIC = "H200, 2026-11-30, run 7e0c058fb338"
 _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
-_TAILS = "H200, 2026-11-30, checks at commit 0615283"
+_TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 
