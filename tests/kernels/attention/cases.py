@@ -10,11 +10,13 @@ result.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 
+import pytest
 import torch
 
 from ridgeline.core import arch as arches
@@ -385,3 +387,15 @@ def delta_floors(a: Arguments, cancelled: float) -> dict[str, float]:
     scale = abs(a.softmax_scale)
     dq, dk = (error * scale * float(x.abs().max()) for x in (a.k, a.q))
     return {"dq": dq, "dk": dk, "dbias": error}
+
+
+def pretend_packages(monkeypatch: pytest.MonkeyPatch, present: tuple[str, ...]) -> None:
+    """As if of the Hopper kernels' two packages these were installed."""
+    real = importlib.util.find_spec
+
+    def find(name: str, *rest: object) -> object:
+        if name in ("cutlass", "tvm_ffi"):
+            return importlib.machinery.ModuleSpec(name, None) if name in present else None
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)

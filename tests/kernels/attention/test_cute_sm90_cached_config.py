@@ -20,6 +20,8 @@ from ridgeline.kernels.attention.cute_sm90_config import (
 )
 from ridgeline.kernels.attention.problem import AttentionProblem
 
+from . import cases
+
 H200 = KNOWN["sm90"]
 DECODE = AttentionProblem(
     batch=32, seqlen_q=1, seqlen_k=8192, heads=32, kv_heads=8, head_dim=128, head_dim_v=128,
@@ -122,6 +124,7 @@ def test_what_has_not_run_is_refused_unless_asked_for(problem, monkeypatch) -> N
         assert "not verified on hardware yet" in (why or "")
     else:
         assert why is None
+    cases.pretend_packages(monkeypatch, ("cutlass", "tvm_ffi"))
     assert registry.select(problem, H200).name == ("triton" if why else "cute_sm90")
     monkeypatch.setenv("RIDGELINE_UNVERIFIED", "1")
     assert cfg.forward_refuses(problem, H200) is None and cfg.takes(problem)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +15,8 @@ from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention import impls  # noqa: F401  registers
 from ridgeline.kernels.attention.cute import cache
 from ridgeline.kernels.attention.problem import AttentionProblem
+
+from . import cases
 
 H200 = KNOWN["sm90"]
 BASE = AttentionProblem(
@@ -151,19 +151,8 @@ def test_sections_fill_l2_but_not_more() -> None:
     assert cfg.heads_per_section(replace(causal, causal=False), H200) == 1
 
 
-def _pretend_packages(monkeypatch: pytest.MonkeyPatch, present: tuple[str, ...]) -> None:
-    real = importlib.util.find_spec
-
-    def find(name: str, *rest: object) -> object:
-        if name in ("cutlass", "tvm_ffi"):
-            return importlib.machinery.ModuleSpec(name, None) if name in present else None
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find)
-
-
 def test_hopper_takes_it_where_the_dsl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_packages(monkeypatch, ("cutlass", "tvm_ffi"))
+    cases.pretend_packages(monkeypatch, ("cutlass", "tvm_ffi"))
     assert registry.select(BASE, H200).name == "cute_sm90"
     assert registry.select(replace(BASE, direction="bwd"), H200).name == "cute_sm90"
     assert registry.select(BASE, KNOWN["sm80"]).name != "cute_sm90"
@@ -174,7 +163,7 @@ def test_hopper_takes_it_where_the_dsl_is_installed(monkeypatch: pytest.MonkeyPa
 def test_without_the_dsl_it_needs_a_filled_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: Literal["fwd", "bwd"]
 ) -> None:
-    _pretend_packages(monkeypatch, ("tvm_ffi",))
+    cases.pretend_packages(monkeypatch, ("tvm_ffi",))
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     problem = replace(BASE, direction=direction)
     refusals = registry.explain(problem, H200).refusals
