@@ -223,7 +223,8 @@ def test_continuous_batching(family, name):
     ours = with_attention(model, name)
     config = ours.generation_config
     config.max_new_tokens, config.do_sample, config.eos_token_id = 8, False, -1
-    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    graphs = None if family == "llama" else False  # gpt-oss's eager experts ask the host
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, use_cuda_graph=graphs)
     answers = ours.generate_batch(prompts, config, sizes)
     got = [answer.generated_tokens for answer in answers.values()]
     assert got == [tokens.tolist() for tokens in want]
