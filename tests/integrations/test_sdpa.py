@@ -47,7 +47,7 @@ def _both(calls, qkv, mask=None, **options):
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 out = F.scaled_dot_product_attention(*qkv, mask, **options)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
-        grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)
+        grads = torch.autograd.grad((out * weight.to(out)).sum(), inputs)
         found.append((out.detach(), *grads))
     return found
 
@@ -242,3 +242,30 @@ def test_export():
         program = torch.export.export(_Layer(), (q, k, v, mask))
     assert len(_ops(program.graph_module)) == 2
     torch.testing.assert_close(program.module()(q, k, v, mask), want)
+
+
+def _on_gpu(*tensors):
+    return [x.detach().to("cuda").requires_grad_(x.requires_grad) for x in tensors]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S, T", LENGTHS)
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_values_and_gradients_on_a_gpu(calls, S, T, mask):
+    masks = {"bool": torch.rand(S, T) < 0.6, "float": torch.randn(S, T, requires_grad=True)}
+    chosen = _on_gpu(masks[mask])[0] if mask in masks else None
+    qkv = _on_gpu(*_qkv(S, T, kv_heads=2))
+    _assert_same(_both(calls, qkv, chosen, is_causal=mask == "causal", enable_gqa=True))
+
+
+@pytest.mark.gpu
+def test_compiled_and_exported_on_a_gpu():
+    inputs = [x.detach() for x in _on_gpu(*_qkv(64, 64), torch.rand(64, 64) < 0.6)]
+    layer = _Layer()
+    want = layer(*inputs)
+    torch._dynamo.reset()
+    with routed_sdpa():
+        got = torch.compile(layer, fullgraph=True)(*inputs)
+        program = torch.export.export(layer, tuple(inputs))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(program.module()(*inputs), want, rtol=1e-5, atol=1e-5)

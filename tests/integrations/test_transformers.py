@@ -30,9 +30,24 @@ def _enabled():
     plugin.enable()
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request):
+    return request.param
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request):
-    return model_of(request.param)
+def model(request, device):
+    return model_of(request.param).to(device)
+
+
+def _moved(inputs: dict, device: torch.device) -> dict:
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 def _tokens(rows: int = B, length: int = S) -> torch.Tensor:
@@ -43,9 +58,9 @@ def _tokens(rows: int = B, length: int = S) -> torch.Tensor:
 def _run(model, keep, inputs):
     """Logits where `keep`, and every parameter's gradient of a loss over them."""
     model.zero_grad()
-    logits = model(**inputs).logits[keep]
+    logits = model(**_moved(inputs, model.device)).logits[keep.to(model.device)]
     weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weight.to(logits.dtype)).sum().backward()
+    (logits * weight.to(logits)).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": logits.detach(), **grads}
 
@@ -108,8 +123,8 @@ def test_packed_rows_are_their_sequences(model, how):
         inputs.update(use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
         inputs.update(max_length_q=9, max_length_k=9)
     with torch.no_grad():
-        packed = ours(**inputs).logits
-        each = [alone(part).logits for part in tokens.split(lengths, dim=1)]
+        packed = ours(**_moved(inputs, model.device)).logits
+        each = [alone(part).logits for part in tokens.to(model.device).split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(each, 1), rtol=2e-5, atol=2e-5)
 
 
@@ -119,10 +134,11 @@ def test_masks_that_a_caller_makes(model):
     allowed |= torch.eye(S, dtype=torch.bool)
     additive = torch.zeros(B, 1, S, S).masked_fill(~allowed, torch.finfo(torch.float32).min)
     eager, ours = with_attention(model, "eager"), with_attention(model, "ridgeline")
+    tokens, additive, allowed = (x.to(model.device) for x in (_tokens(), additive, allowed))
     with torch.no_grad():
-        want = eager(_tokens(), attention_mask=_mapping(model, additive)).logits
+        want = eager(tokens, attention_mask=_mapping(model, additive)).logits
         for mask in (additive, allowed):
-            got = ours(_tokens(), attention_mask=_mapping(model, mask)).logits
+            got = ours(tokens, attention_mask=_mapping(model, mask)).logits
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -137,12 +153,12 @@ CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate(model, cache):
-    mask = _padding("left")
+    mask = _padding("left").to(model.device)
     found = []
     for name in ("eager", "ridgeline"):
         found.append(
             with_attention(model, name).generate(
-                _tokens(),
+                _tokens().to(model.device),
                 attention_mask=mask,
                 max_new_tokens=2 * WINDOW,
                 min_new_tokens=2 * WINDOW,
@@ -159,11 +175,11 @@ def test_generate(model, cache):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_half_precision(family):
-    model = model_of(family)
-    exact = with_attention(model, "eager", torch.float64)(_tokens()).logits
-    same = with_attention(model, "eager", torch.bfloat16)(_tokens()).logits
-    ours = with_attention(model, "ridgeline", torch.bfloat16)(_tokens()).logits
+def test_half_precision(family, device):
+    model, tokens = model_of(family).to(device), _tokens().to(device)
+    exact = with_attention(model, "eager", torch.float64)(tokens).logits
+    same = with_attention(model, "eager", torch.bfloat16)(tokens).logits
+    ours = with_attention(model, "ridgeline", torch.bfloat16)(tokens).logits
     assert (ours - exact).abs().max() <= 2 * (same - exact).abs().max()
 
 
@@ -201,14 +217,13 @@ def test_gradient_checkpointing():
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", "ridgeline_flash"), ("gpt_oss", "ridgeline_flash2")]
 )
-def test_continuous_batching(family, name):
+def test_continuous_batching(family, name, device):
     """Our kernel package behind Transformers' paged cache."""
     from transformers import ContinuousBatchingConfig
     from transformers import modeling_flash_attention_utils as flash
 
-    if hasattr(flash, "lazy_import_paged_flash_attention") and not torch.cuda.is_available():
+    if hasattr(flash, "lazy_import_paged_flash_attention") and device == "cpu":
         pytest.skip("the continuous batching of this version counts GPU memory only")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model_of(family).to(device)
     prompts = [_tokens(1, n)[0].tolist() for n in (5, 12, 9)]
     want = [

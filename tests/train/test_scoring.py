@@ -67,7 +67,9 @@ def test_so_it_is_on_a_gpu(chunk):
     wide = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 640, "init_std": 0.1}
     model = made(replace(SHAPE, **wide), "cuda")
     own = log_probabilities(model, TEXT, batch_invariant=True, max_len=64)
-    llm = LLM(model, EngineConfig(max_model_len=64, max_num_seqs=2, batch_invariant=True))
+    llm = LLM(
+        model, EngineConfig(max_model_len=64, max_num_seqs=2, num_pages=8, batch_invariant=True)
+    )
     torch.testing.assert_close(engines(llm, chunk), own, rtol=0, atol=1e-5)
     half = log_probabilities(model, TEXT[:20], batch_invariant=True, max_len=64)
     torch.testing.assert_close(half, own[:19], rtol=0, atol=0)
