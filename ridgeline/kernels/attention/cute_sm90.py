@@ -31,6 +31,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
     backward_traits,
+    dq_tiles,
+    is_rolling,
     run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -122,7 +124,7 @@ def backward(
     else:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     statistics, dq_sum = torch.empty_like(plan.statistics), torch.empty_like(plan.dq_sum)
-    turns = torch.empty_like(plan.turns) if options.deterministic else None
+    turns = None if plan.turns is None else torch.empty_like(plan.turns)
     _launch(
         plan,
         _stream(plan.device),
@@ -390,18 +392,22 @@ def _plan(
             **common,
         )
     config = backward_config(problem, arch)
-    num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
+    num_tiles, num_sums = (
+        problem.batch * -(-problem.seqlen_q // config.block_q),
+        dq_tiles(problem, config),
+    )
     if problem.varlen:
-        num_tiles = q.shape[0] // config.block_q + problem.batch
-    tiles = (num_tiles, problem.heads)
+        num_tiles = num_sums = q.shape[0] // config.block_q + problem.batch
+    counts = deterministic or is_rolling(config)
+    tiles, sums = (num_tiles, problem.heads), (num_sums, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),
         config=config,
         statistics=_like(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
-        dq_sum=_like(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
-        turns=_like(q, (*tiles, 1), torch.int32),
+        dq_sum=_like(q, (*sums, config.block_q * padded(problem.head_dim)), torch.float32),
+        turns=_like(q, (*tiles, 1), torch.int32) if counts else None,
         together=int(run_together(problem, config, arch)),
         **common,
     )

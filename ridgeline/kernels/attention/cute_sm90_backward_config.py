@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
+from ridgeline.kernels.attention.cute.blocks import rolling_span
 from ridgeline.kernels.attention.cute_sm90_config import (
     BARRIER_BYTES,
     SHARED_MEMORY_BYTES,
@@ -36,6 +37,8 @@ ORDERED_HEADS = 4
 463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
 HELPER_REGISTERS = 24
 """A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
+ROLLING_CLUSTER = 16
+"""Blocks of keys whose ends are counted together."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -96,11 +99,30 @@ class BackwardConfig:
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
+    rolling: int = 0
+    """fp32 dQ in a ring in L2 that the main kernel rounds, so many blocks of keys behind its own;
+    0: all of it, rounded by a kernel after it. Of a causal window with as many queries as keys."""
+    overlapped: bool = False
+    """The main kernel's blocks start while the kernel before it ends, and those of the kernel after
+    it while it ends."""
+    leave_early: bool = False
+    """A block of threads ends when its dK and dV have left shared memory, not when they are
+    written."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
     """Keys of a block of threads, or of a pair of them."""
     return KEYS * config.num_warpgroups
+
+
+def is_rolling(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether fp32 dQ lies in a ring."""
+    return isinstance(config, BackwardConfig) and config.rolling > 0
+
+
+def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether a launch's three kernels overlap."""
+    return isinstance(config, BackwardConfig) and config.overlapped
 
 
 def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -160,12 +182,38 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
+    if (why := _why_not_rolling(config, traits)) is not None:
+        return why
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
     for have, need in zip(registers(config), accumulator_registers(config, traits), strict=True):
         if need + RESERVED_REGISTERS > have:
             return f"needs about {need + RESERVED_REGISTERS} registers a thread, has {have}"
     return None
+
+
+def _why_not_rolling(config: BackwardConfig, traits: BackwardTraits) -> str | None:
+    """Why dQ cannot lie in a ring, or None where it can or need not."""
+    if not config.rolling:
+        return None
+    if config.rolling < ROLLING_CLUSTER:
+        return f"rolling must be at least {ROLLING_CLUSTER}, got {config.rolling}"
+    if not (traits.has_left and traits.has_right) or traits.has_tails:
+        return "rolling needs a window of dense sequences"
+    if traits.deterministic or config.helpers or config.dq_bulk or config.num_warpgroups != 2:
+        return "rolling needs plain additions of two warpgroups' dQ: no turns, helpers, dq_bulk"
+    return None
+
+
+def dq_tiles(problem: AttentionProblem, config: BackwardConfig | RolesConfig) -> int:
+    """Tiles [block_q, D] of fp32 dQ for each query head, the B and blocks of it together."""
+    whole = problem.batch * -(-problem.seqlen_q // config.block_q)
+    if not isinstance(config, BackwardConfig) or not config.rolling:
+        return whole
+    block_k = keys_per_block(config)
+    slots = 2 * config.rolling + rolling_span(problem.window_left or 0, block_k)
+    blocks = problem.batch * problem.kv_heads * -(-problem.seqlen_k // block_k)
+    return -(-min(slots, blocks) * block_k // config.block_q // problem.kv_heads)
 
 
 def backward_traits(problem: AttentionProblem) -> BackwardTraits:

@@ -23,6 +23,8 @@ B.1; the operand swap and the reduced dQ are described in the FlashAttention-3 r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -31,6 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
 from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
+from ridgeline.kernels.attention.cute.backward_rolling import Rounding
 from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
@@ -39,7 +42,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import query_range
+from ridgeline.kernels.attention.cute.blocks import Rolling, query_range, rolling_span
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
@@ -51,6 +54,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_overlapped,
+    is_rolling,
     keys_per_block,
     registers,
 )
@@ -69,6 +74,8 @@ class Backward:
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
+        self.rolling = is_rolling(config)
+        self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
@@ -121,7 +128,7 @@ class Backward:
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
-        tiles = Tiles(lengths, num_blocks)
+        tiles = Tiles(lengths, num_blocks, self._ring(q, k, num_batches, window_left))
         grid = (num_blocks, mdQ.shape[2], num_batches)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
         self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
@@ -130,7 +137,7 @@ class Backward:
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
-            (statistics, dq_sum, turns, tiles),
+            (statistics, dq_sum, turns, tiles, mdQ),
             (longest_k + block_k - 1) // block_k,
             num_batches,
             layouts,
@@ -143,8 +150,29 @@ class Backward:
         if cutlass.const_expr(packed):
             num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
         self._launch(tensors, scalars, layouts, num_blocks, stream)
-        self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
+        if cutlass.const_expr(self.rolling):
+            rounding = Rounding(traits=self.traits, config=self.config)
+            grid = (cutlass.min(num_blocks, self.config.rolling), tiles.rolling.group, 1)
+            rounding.last(dq_sum, mdQ, softmax_scale, tiles).launch(
+                grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
+            )
+        else:
+            self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
+                grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
+            )
+
+    def _ring(self, q, k, num_batches, window_left):
+        """Where fp32 dQ lies in a ring of blocks."""
+        if not self.rolling:
+            return None
+        block_k = keys_per_block(self.config)
+        span = rolling_span(window_left, block_k)
+        return Rolling(
+            num_key_blocks=(k.shape[1] + block_k - 1) // block_k,
+            kv_heads=k.shape[2],
+            group=q.shape[2] // k.shape[2],
+            slots=2 * self.config.rolling + span,
+            span=span,
         )
 
     def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
@@ -154,6 +182,7 @@ class Backward:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlapped,
         )
 
     def _layouts(self) -> Layouts:
@@ -194,10 +223,11 @@ class Backward:
             views["tma_" + name.lower()] = atom
             views["m" + name] = view
         dk, dv = tensors[4:]
-        statistics, dq_sum, turns, tiles = buffers
+        statistics, dq_sum, turns, tiles, mdQ = buffers
         return Globals(
             mdK_plain=dk,
             mdV_plain=dv,
+            mdQ=mdQ,
             statistics=statistics,
             dq_sum=dq_sum,
             turns=turns,
@@ -225,7 +255,9 @@ class Backward:
         return 1
 
     def _order(self, tensors: Globals, scalars: Scalars) -> TileOrder:
-        """The numbering of blocks of keys."""
+        """The numbering of blocks of keys; with a ring of dQ one head after the other."""
+        if self.rolling:
+            scalars = replace(scalars, heads_per_section=Int32(1))
         return TileOrder(
             num_blocks=tensors.num_key_blocks,
             num_heads=tensors.mK.shape[2],
@@ -246,6 +278,8 @@ class Backward:
             if cute.arch.lane_idx() == 0:
                 self._init_barriers(shared)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         other_registers, key_registers = registers(self.config)
         # One branch a role, or ptxas drops setmaxnreg; each works out its own tile, which keeps
@@ -255,6 +289,9 @@ class Backward:
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.serve(tensors, scalars, shared, work)
+            if cutlass.const_expr(self.overlapped):
+                # Also where there is nothing to do: what comes after needs what was before.
+                cute.arch.griddepcontrol_wait()
         elif warp_index < 4 * self.others:
             cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             work = self._work(tensors, scalars)

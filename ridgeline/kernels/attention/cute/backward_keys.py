@@ -326,7 +326,8 @@ class Keys:
             # Until the last step's dS was used, and with it K.
             shared.ds_ring.wait_empty(num_steps - 1 + self.config.ds_stages)
         self._store_tile(dk, c.dK, sdK, tensors.tma_dk, tensors.mdK, work, c.wg)
-        cute.arch.cp_async_bulk_wait_group(0)
+        # Shared memory must stay until it has been read; the writes end with the kernel.
+        cute.arch.cp_async_bulk_wait_group(0, read=self.config.leave_early)
 
     @cute.jit
     def _store_tile(self, mma, values, target, atom, m, work: Work, wg: Int32):

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute.backward_rolling import Rounding
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
@@ -30,6 +31,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_rolling,
     keys_per_block,
 )
 
@@ -42,12 +44,17 @@ OTHER_BARRIER = 7
 class Queries:
     """The warpgroup that serves the others: loads, dQ, and its sum in global memory."""
 
+    rounding: Rounding | None = None
+    """Where dQ is summed in a ring."""
+
     def __init__(self, traits: BackwardTraits, config: BackwardConfig):
         self.traits = traits
         self.config = config
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.products = Products(traits, config)
+        if is_rolling(config):
+            self.rounding = Rounding(traits, config)
 
     @cute.jit
     def serve(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
@@ -58,9 +65,20 @@ class Queries:
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 self._load_keys(tensors, shared, work)
+            self._await_before()
+            if warp_index == 0:
                 for i in cutlass.range_constexpr(self.config.stages):
                     if i < num_steps:
                         self._load_queries(tensors, shared, work, Int32(i))
+        rolling = self.rounding is not None
+        number, behind = Int32(0), Int32(0)
+        if cutlass.const_expr(rolling):
+            number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
+            # Chunks of the block to be rounded: none in the first round of the ring.
+            behind = cutlass.select_(
+                number < self.config.rolling, Int32(0), work.group * self.rounding.rounds()
+            )
+            self.rounding.wait(tensors.turns, tensors.tiles, number)
         mma = self.products.dq()
         rows, columns = self.products.dq_part()
         dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
@@ -86,9 +104,24 @@ class Queries:
                 if warp_index == 0:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
+            if cutlass.const_expr(rolling):
+                if step < behind:
+                    self.rounding.round_some(tensors, scalars.softmax_scale, number, step)
+        if cutlass.const_expr(rolling):
+            for i in cutlass.range(num_steps, behind, unroll=1):
+                self.rounding.round_some(tensors, scalars.softmax_scale, number, i)
+            self._other_barrier()
+            if cute.arch.thread_idx()[0] == 0:
+                self.rounding.end(tensors.turns, number)
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _await_before(self):
+        """Until the kernel before this one has ended: its statistics and zeros are there."""
+        if cutlass.const_expr(self.config.overlapped):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _tell_added(self, shared: Shared, step: Int32):
@@ -106,6 +139,8 @@ class Queries:
         num_steps = work.num_steps()
         if warp == 0:
             self._load_keys(tensors, shared, work)
+        self._await_before()
+        if warp == 0:
             for step in cutlass.range(num_steps, unroll=1):
                 self._load_queries(tensors, shared, work, step)
         if cutlass.const_expr(self.traits.deterministic):
@@ -193,8 +228,14 @@ class Queries:
     ):
         """Add a part of a step's dQ to the sum in global memory."""
         head, block = work.at(step)
-        tile = work.first_tile(tensors, self.config.block_q) + block
-        target = tensors.dq_sum[tile, head, None]
+        if cutlass.const_expr(self.rounding is not None):
+            tiles = tensors.tiles
+            number = tiles.rolling.number(work.block, work.kv_head, work.batch)
+            query = (head - work.kv_head * work.group, block, work.block)
+            target = self.rounding.sums(tensors.dq_sum, tiles, number, query)
+        else:
+            tile = work.first_tile(tensors, self.config.block_q) + block
+            target = tensors.dq_sum[tile, head, None]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         values = flat(dQ)
         first_word = part * WARPGROUP_THREADS * cute.size(values)

@@ -23,11 +23,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
 from ridgeline.kernels.attention.cute.seqlens import Extent, Lengths, tokens_of
 from ridgeline.kernels.attention.cute.softmax import LOG2_E
-from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig, BackwardTraits
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    BackwardConfig,
+    BackwardTraits,
+    is_overlapped,
+    keys_per_block,
+)
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
 THREADS = 256
 VECTOR = 8
@@ -41,6 +46,8 @@ class Tiles:
     lengths: Lengths
     num_blocks: Any
     """Blocks of queries of the longest sequence."""
+    rolling: Any = None
+    """`blocks.Rolling` where dQ is summed in a ring."""
 
     def first(self, extent: Extent, batch: Any, block_q: int) -> Any:
         """The first tile of a sequence."""
@@ -52,10 +59,11 @@ class Tiles:
 class Rows:
     """Both kernels for one (traits, config)."""
 
-    def __init__(self, traits: BackwardTraits, config: BackwardConfig):
+    def __init__(self, traits: BackwardTraits, config: BackwardConfig | RolesConfig):
         self.traits = traits
         self.block_q = config.block_q
-        self.dtype = DTYPES[traits.dtype]
+        self.block_k = keys_per_block(config)
+        self.overlapped = is_overlapped(config)
 
     @cute.kernel
     def before(
@@ -73,6 +81,8 @@ class Rows:
         """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         extent = tiles.lengths.extent(batch)
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
@@ -106,7 +116,23 @@ class Rows:
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
                     turns[tile, head, 0] = Int32(0)
+            self._clear_sums(dq_sum, tiles, (block, head, batch), tile, thread)
+
+    @cute.jit
+    def _clear_sums(
+        self, dq_sum: cute.Tensor, tiles: Tiles, place: tuple, tile: Int32, thread: Int32
+    ):
+        """A tile's fp32 dQ; of a ring only where it lies in the first round."""
+        block, head, batch = place
+        if cutlass.const_expr(tiles.rolling is None):
             _clear(dq_sum[tile, head, None], thread)
+        else:
+            rolling, parts = tiles.rolling, self.block_k // self.block_q
+            kv_head, owner = head // rolling.group, block // parts
+            number = rolling.number(owner, kv_head, batch)
+            if number < rolling.slots:
+                member, part = head - kv_head * rolling.group, block - owner * parts
+                _clear(tile_of(dq_sum, rolling.tile(number, member, part, parts)), thread)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
@@ -114,6 +140,8 @@ class Rows:
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         extent = tiles.lengths.extent(batch)
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_wait()
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
             gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
@@ -124,17 +152,9 @@ class Rows:
                 atom, quad_in_atom = quad // 32, quad % 32
                 words = cute.make_rmem_tensor(cute.make_layout(16), Float32)
                 start = (atom * columns + column) * 512 + quad_in_atom * 16
-                cute.autovec_copy(_run(sums, start, 16), words)
-                row = atom * 64 + quad_in_atom // 8 * 16 + quad_in_atom % 8
-                for half in cutlass.range_constexpr(2):
-                    query = block * self.block_q + row + 8 * half
-                    if (query < extent.seqlen_q) & (column * VECTOR < mdQ.shape[1]):
-                        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.dtype)
-                        for e in cutlass.range_constexpr(VECTOR):
-                            word = words[e // 2 * 4 + 2 * half + e % 2]
-                            narrow[e] = (word * scale).to(self.dtype)
-                        target = _run(gdQ[query, None], column * VECTOR, VECTOR)
-                        cute.autovec_copy(narrow, target)
+                cute.autovec_copy(run_of(sums, start, 16), words)
+                row = block * self.block_q + atom * 64 + quad_in_atom // 8 * 16 + quad_in_atom % 8
+                store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
 
 
 def _lanes(head_dim: int) -> int:
@@ -145,9 +165,31 @@ def _lanes(head_dim: int) -> int:
     return lanes
 
 
-def _run(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
+def run_of(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
     """`length` neighbours of a contiguous tensor; start is a multiple of length."""
     return cute.local_tile(tensor, (length,), (start // length,))
+
+
+@cute.jit
+def tile_of(dq_sum: cute.Tensor, index: Int32):
+    """A tile of fp32 dQ [tiles, H, words] by its number among all."""
+    row = index // dq_sum.shape[1]
+    return dq_sum[row, index - row * dq_sum.shape[1], None]
+
+
+@cute.jit
+def store_rounded(words: cute.Tensor, gdQ: cute.Tensor, row: tuple, column: Int32, scale: Float32):
+    """16 words of fp32 dQ, 8 columns of the rows row[0] and row[0] + 8 of row[1], scaled and
+    rounded to the output."""
+    first, num_rows = row
+    for half in cutlass.range_constexpr(2):
+        query = first + 8 * half
+        if (query < num_rows) & (column * VECTOR < gdQ.shape[1]):
+            narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), gdQ.element_type)
+            for e in cutlass.range_constexpr(VECTOR):
+                word = words[e // 2 * 4 + 2 * half + e % 2]
+                narrow[e] = (word * scale).to(gdQ.element_type)
+            cute.autovec_copy(narrow, run_of(gdQ[query, None], column * VECTOR, VECTOR))
 
 
 @cute.jit
@@ -155,8 +197,8 @@ def _dot(gO: cute.Tensor, gdO: cute.Tensor, query: Int32, lane: Int32) -> Float3
     """This lane's part of a row's product."""
     a = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
     b = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
-    cute.autovec_copy(_run(gO[query, None], lane * VECTOR, VECTOR), a)
-    cute.autovec_copy(_run(gdO[query, None], lane * VECTOR, VECTOR), b)
+    cute.autovec_copy(run_of(gO[query, None], lane * VECTOR, VECTOR), a)
+    cute.autovec_copy(run_of(gdO[query, None], lane * VECTOR, VECTOR), b)
     total = Float32(0.0)
     for e in cutlass.range_constexpr(VECTOR):
         total += a[e].to(Float32) * b[e].to(Float32)
@@ -178,4 +220,4 @@ def _clear(tensor: cute.Tensor, thread: Int32):
     zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     zeros.fill(0.0)
     for i in cutlass.range(thread, cute.size(tensor) // 4, THREADS, unroll=1):
-        cute.autovec_copy(zeros, _run(tensor, i * 4, 4))
+        cute.autovec_copy(zeros, run_of(tensor, i * 4, 4))

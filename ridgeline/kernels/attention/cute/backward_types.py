@@ -53,12 +53,15 @@ class Globals:
     mdK_plain: cute.Tensor
     mdV_plain: cute.Tensor
     """The same two as ordinary tensors"""
+    mdQ: cute.Tensor
+    """[S, D, H, B], an ordinary tensor: written here only with a ring of dQ"""
     statistics: cute.Tensor
     """fp32 [tiles, H, 2 * block_q]: -LSE log2(e), then delta"""
     dq_sum: cute.Tensor
     """fp32 [tiles, H, block_q * D], in the order of backward_rows.py"""
     turns: Any
-    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ"""
+    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ; with a ring of
+    dQ its first words count blocks that have ended, by clusters of them."""
     tiles: Tiles
     num_key_blocks: Int32
     num_batches: Int32

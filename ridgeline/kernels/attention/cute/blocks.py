@@ -74,6 +74,55 @@ class Integer:
         return a if condition else b
 
 
+@dataclass(frozen=True)
+class Rolling:
+    """The backward's fp32 dQ of a causal window in a ring of places, each for the rows of one block
+    of keys (queries and keys are equally many).
+
+    Blocks of keys are numbered head by head, the first keys first, and start in that order. Block
+    n adds to the places of n to n + span, and then rounds and zeroes that of n - lag. When block
+    n begins to add, all blocks to n - lag have ended: then what it rounds is whole, as n - lag was
+    the last to add there, and what it adds to is zero, as the place's last owner, n + span - slots
+    at most, was rounded by n + span - slots + lag = n - lag.
+    """
+
+    num_key_blocks: Any
+    """Of a head."""
+    kv_heads: Any
+    group: Any
+    """Query heads of a key/value head."""
+    slots: Any
+    """2 * lag + span."""
+    span: Any
+    """Blocks of keys behind its own whose rows see a block's keys."""
+
+    def number(self, block: Any, kv_head: Any, batch: Any) -> Any:
+        return (batch * self.kv_heads + kv_head) * self.num_key_blocks + block
+
+    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
+        """(block of keys, key/value head, batch) of a number."""
+        unit = number // self.num_key_blocks
+        batch = unit // self.kv_heads
+        return number - unit * self.num_key_blocks, unit - batch * self.kv_heads, batch
+
+    def tile(self, number: Any, member: Any, part: Any, parts: int) -> Any:
+        """Where a tile of dQ lies: one of the parts of the rows of block `number`, of the group's
+        head `member`."""
+        slot = number - number // self.slots * self.slots
+        return (slot * self.group + member) * parts + part
+
+    def ended(self, number: Any, lag: int, cluster: int, integer: Any = Integer) -> tuple:
+        """Clusters [begin, end) of blocks that must have ended before block `number` adds."""
+        begin = integer.maximum(number - lag - self.span, 0) // cluster
+        end = integer.maximum(number - lag + cluster, 0) // cluster
+        return begin, end
+
+
+def rolling_span(window_left: Any, block_k: int) -> Any:
+    """Of a causal window, where queries and keys are equally many."""
+    return (window_left + block_k - 1) // block_k
+
+
 def block_range(
     first_row: Any,
     rows: int,

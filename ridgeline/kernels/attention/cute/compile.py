@@ -21,6 +21,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_rolling,
 )
 from ridgeline.kernels.attention.cute_sm90_cached_config import CachedConfig, CachedTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
@@ -143,7 +144,7 @@ def _cached_tensors(traits: CachedTraits) -> list[Any]:
 def _backward_tensors(traits: BackwardTraits, config: BackwardConfig | RolesConfig) -> list[Any]:
     x = _Shapes(traits)
     turns = None
-    if traits.deterministic:
+    if traits.deterministic or is_rolling(config):
         shape = (cute.sym_int32(), x.h, 1)
         turns = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1, 1), assumed_align=4)
     return [

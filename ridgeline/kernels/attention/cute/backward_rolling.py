@@ -1,0 +1,142 @@
+"""fp32 dQ of a causal window in a ring (`blocks.Rolling`), rounded to 16 bits by the main kernel.
+
+Whole, fp32 dQ is twice as long as Q: zeroed by one kernel, added to, and rounded by another, it
+goes through memory four times. Blocks of keys that run at the same time add to few of its rows
+only, so a ring of 2 lag + span blocks (22 MB at head dim 128) stays in L2. The warpgroup of dQ
+rounds and zeroes the place of the block `lag` before its own in its spare time, a chunk a step;
+what is left of the ring at the end is for the kernel `last`.
+
+A place holds the 128 rows of a block of keys in tiles as backward_rows.py orders them; a chunk is
+16 words a thread, 8 columns of the rows r and r + 8.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute.backward_rows import (
+    THREADS,
+    VECTOR,
+    Tiles,
+    run_of,
+    store_rounded,
+    tile_of,
+)
+from ridgeline.kernels.attention.cute.forward import DeviceInteger
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
+from ridgeline.kernels.attention.cute.seqlens import tokens_of
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    ROLLING_CLUSTER,
+    BackwardConfig,
+    BackwardTraits,
+    keys_per_block,
+)
+
+LANES = 32
+ATOM_ROWS = 64
+ATOM_QUADS = 32
+"""Chunks of an atom of 64 rows are 32 a column of 8 words."""
+CHUNK = 16
+
+
+class Rounding:
+    """What reads the ring, for one (traits, config)."""
+
+    def __init__(self, traits: BackwardTraits, config: BackwardConfig):
+        self.traits = traits
+        self.lag = config.rolling
+        self.block_q = config.block_q
+        self.rows = keys_per_block(config)
+        self.parts = self.rows // config.block_q
+        self.columns = traits.head_dim // VECTOR
+        self.overlapped = config.overlapped
+
+    def chunks(self) -> int:
+        """Of a place, of one head."""
+        return self.rows // ATOM_ROWS * ATOM_QUADS * self.columns
+
+    def rounds(self) -> int:
+        """Chunks of a place and head for each thread of a warpgroup."""
+        return self.chunks() // WARPGROUP_THREADS
+
+    @cute.jit
+    def sums(self, dq_sum: cute.Tensor, tiles: Tiles, number: Int32, query: tuple):
+        """The tile of dQ that a step of block `number` adds to; query: member of the group, block
+        of queries, block of keys."""
+        member, block, key_block = query
+        owner = block // self.parts
+        part = block - owner * self.parts
+        number = number + owner - key_block
+        return tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts))
+
+    @cute.jit
+    def wait(self, ended, tiles: Tiles, number: Int32):
+        """A whole warp: until blocks have ended that must (`Rolling.ended`)."""
+        begin, end = tiles.rolling.ended(number, self.lag, ROLLING_CLUSTER, DeviceInteger)
+        cluster = begin + cute.arch.lane_idx()
+        while cluster < end:
+            counter = ended.iterator + cluster
+            done = ptx.load_acquire(counter)
+            while done != ROLLING_CLUSTER:
+                done = ptx.load_acquire(counter)
+            cluster += LANES
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def end(self, ended, number: Int32):
+        """One thread, when all that this block does to the ring is done."""
+        cute.arch.fence_acq_rel_gpu()
+        counter = ended.iterator + number // ROLLING_CLUSTER
+        cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def round_some(self, tensors, scale: Float32, number: Int32, index: Int32):
+        """A warpgroup: one chunk a thread of the block that lies `lag` behind."""
+        member = index // self.rounds()
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        chunk = (index - member * self.rounds()) * WARPGROUP_THREADS + thread
+        place = (number - self.lag, member)
+        self._round(tensors.dq_sum, tensors.mdQ, tensors.tiles, scale, place, chunk, True)
+
+    @cute.jit
+    def _round(
+        self, dq_sum: cute.Tensor, mdQ: cute.Tensor, tiles: Tiles, scale: Float32, place: tuple,
+        chunk: Int32, clear: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """One thread's chunk of a place (block number, member of the group)."""
+        number, member = place
+        block, kv_head, batch = tiles.rolling.coordinates(number)
+        quad, column = chunk // self.columns, chunk % self.columns
+        atom, quad_in_atom = quad // ATOM_QUADS, quad % ATOM_QUADS
+        atoms = self.block_q // ATOM_ROWS
+        part, atom_in_tile = atom // atoms, atom % atoms
+        sums = tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts))
+        start = (atom_in_tile * self.columns + column) * ATOM_QUADS * CHUNK
+        run = run_of(sums, start + quad_in_atom * CHUNK, CHUNK)
+        words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+        cute.autovec_copy(run, words)
+        if cutlass.const_expr(clear):
+            zeros = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+            zeros.fill(0.0)
+            cute.autovec_copy(zeros, run)
+        extent = tiles.lengths.extent(batch)
+        head = kv_head * tiles.rolling.group + member
+        gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
+        row = block * self.rows + atom * ATOM_ROWS + quad_in_atom // 8 * 16 + quad_in_atom % 8
+        store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
+
+    @cute.kernel
+    def last(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
+        """The last `lag` blocks, or all where there are fewer. mdQ [S, D, H, B]."""
+        thread, _, _ = cute.arch.thread_idx()
+        behind, member, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_wait()
+        rolling = tiles.rolling
+        total = rolling.number(Int32(0), Int32(0), mdQ.shape[3])
+        place = (total - 1 - behind, member)
+        for chunk in cutlass.range(thread, self.chunks(), THREADS, unroll=1):
+            self._round(dq_sum, mdQ, tiles, scale, place, chunk, False)
