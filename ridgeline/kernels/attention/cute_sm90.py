@@ -31,8 +31,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
     backward_traits,
+    counts,
     dq_tiles,
-    is_rolling,
     run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -398,7 +398,7 @@ def _plan(
     )
     if problem.varlen:
         num_tiles = num_sums = q.shape[0] // config.block_q + problem.batch
-    counts = deterministic or is_rolling(config)
+    counted = counts(config, deterministic)
     tiles, sums = (num_tiles, problem.heads), (num_sums, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     return Plan(
@@ -407,7 +407,7 @@ def _plan(
         config=config,
         statistics=_like(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
         dq_sum=_like(q, (*sums, config.block_q * padded(problem.head_dim)), torch.float32),
-        turns=_like(q, (*tiles, 1), torch.int32) if counts else None,
+        turns=_like(q, (num_tiles + 1, problem.heads, 1), torch.int32) if counted else None,
         together=int(run_together(problem, config, arch)),
         **common,
     )

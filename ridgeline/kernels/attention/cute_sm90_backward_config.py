@@ -105,6 +105,10 @@ class BackwardConfig:
     overlapped: bool = False
     """The main kernel's blocks start while the kernel before it ends, and those of the kernel after
     it while it ends."""
+    persistent: int = 0
+    """Blocks of threads, one a multiprocessor, each of which takes one block of keys after the
+    other and loads the next one's K, V, Q and dO while it stores dK and dV; 0: as many as blocks of
+    keys."""
     leave_early: bool = False
     """A block of threads ends when its dK and dV have left shared memory, not when they are
     written."""
@@ -118,6 +122,16 @@ def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
 def is_rolling(config: BackwardConfig | RolesConfig) -> bool:
     """Whether fp32 dQ lies in a ring."""
     return isinstance(config, BackwardConfig) and config.rolling > 0
+
+
+def is_persistent(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether a block of threads takes one block of keys after the other."""
+    return isinstance(config, BackwardConfig) and config.persistent > 0
+
+
+def counts(config: BackwardConfig | RolesConfig, deterministic: bool) -> bool:
+    """Whether blocks count something in global memory: turns, ends, or their work."""
+    return deterministic or is_rolling(config) or is_persistent(config)
 
 
 def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
@@ -137,7 +151,7 @@ def shared_memory_bytes(config: BackwardConfig, traits: BackwardTraits) -> int:
     size = itemsize_bytes(traits.dtype)
     keys = keys_per_block(config)
     dims = traits.head_dim + traits.head_dim_v
-    kv = keys * dims
+    kv = keys * dims * (2 if config.persistent else 1)
     q = config.stages * config.block_q * dims
     ds = config.ds_stages * config.block_q * keys
     statistics = 4 * ROW_STATISTICS * config.stages * config.block_q
@@ -184,11 +198,24 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
     if (why := _why_not_rolling(config, traits)) is not None:
         return why
+    if (why := _why_not_persistent(config, traits)) is not None:
+        return why
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
     for have, need in zip(registers(config), accumulator_registers(config, traits), strict=True):
         if need + RESERVED_REGISTERS > have:
             return f"needs about {need + RESERVED_REGISTERS} registers a thread, has {have}"
+    return None
+
+
+def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str | None:
+    """Why a block of threads cannot take several blocks of keys, or None."""
+    if not config.persistent:
+        return None
+    if not config.helpers or traits.has_tails:
+        return "persistent needs helpers and dense sequences"
+    if traits.deterministic and not (traits.has_left or traits.has_right):
+        return "persistent in turns needs a mask: without one a block may wait for a later one"
     return None
 
 
@@ -200,8 +227,8 @@ def _why_not_rolling(config: BackwardConfig, traits: BackwardTraits) -> str | No
         return f"rolling must be at least {ROLLING_CLUSTER}, got {config.rolling}"
     if not (traits.has_left and traits.has_right) or traits.has_tails:
         return "rolling needs a window of dense sequences"
-    if traits.deterministic or config.helpers or config.dq_bulk or config.num_warpgroups != 2:
-        return "rolling needs plain additions of two warpgroups' dQ: no turns, helpers, dq_bulk"
+    if traits.deterministic or config.dq_bulk or config.num_warpgroups != 2:
+        return "rolling needs plain additions of two warpgroups' dQ: no turns, no dq_bulk"
     return None
 
 

@@ -55,10 +55,16 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     BackwardTraits,
     is_overlapped,
+    is_persistent,
     is_rolling,
     keys_per_block,
     registers,
 )
+
+KV_STAGES = 2
+"""Of K and V, where a block of threads has several blocks of keys."""
+RECORD_STAGES = 2
+RECORD_BARRIERS = 2 * RECORD_STAGES
 
 
 class Backward:
@@ -74,6 +80,7 @@ class Backward:
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
+        self.kv_stages = KV_STAGES if is_persistent(config) else 1
         self.rolling = is_rolling(config)
         self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
@@ -188,15 +195,15 @@ class Backward:
     def _layouts(self) -> Layouts:
         """Row layouts are swizzled for WGMMA, their transposed views address the same bytes."""
         cfg, dims = self.config, self.traits
-        pieces = cfg.ds_stages * self.wgs
+        pieces, kv_pieces = cfg.ds_stages * self.wgs, self.kv_stages * self.wgs
         return Layouts(
             q=self._row_layout(cfg.block_q, dims.head_dim, cfg.stages),
             q_columns=self._column_layout(dims.head_dim, cfg.block_q, cfg.stages),
             do=self._row_layout(cfg.block_q, dims.head_dim_v, cfg.stages),
             do_columns=self._column_layout(dims.head_dim_v, cfg.block_q, cfg.stages),
-            k=self._row_layout(KEYS, dims.head_dim, self.wgs),
-            k_columns=self._column_layout(dims.head_dim, KEYS, self.wgs),
-            v=self._row_layout(KEYS, dims.head_dim_v, self.wgs),
+            k=self._row_layout(KEYS, dims.head_dim, kv_pieces),
+            k_columns=self._column_layout(dims.head_dim, KEYS, kv_pieces),
+            v=self._row_layout(KEYS, dims.head_dim_v, kv_pieces),
             ds=self._row_layout(cfg.block_q, KEYS, pieces),
             ds_columns=self._column_layout(KEYS, cfg.block_q, pieces),
         )
@@ -332,9 +339,13 @@ class Backward:
         grid, _, _ = cute.arch.grid_dim()
         return grid
 
-    @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
-        index = self._index()
+        """Of this block of threads."""
+        return self._work_of(tensors, scalars, self._index())
+
+    @cute.jit
+    def _work_of(self, tensors: Globals, scalars: Scalars, index: Int32) -> Work:
+        """Of a block of keys by its number."""
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
             num_heads = tensors.mK.shape[2]
@@ -387,7 +398,8 @@ class Backward:
         cfg = self.config
         smem = SmemAllocator()
         num_barriers = 4 * cfg.stages + 2 * cfg.ds_stages
-        barriers = smem.allocate_array(Int64, num_barriers + 4 * TURN_STAGES + 1)
+        num_barriers += 4 * TURN_STAGES
+        barriers = smem.allocate_array(Int64, num_barriers + 2 * self.kv_stages + RECORD_BARRIERS)
         statistics = smem.allocate_tensor(
             Float32, cute.make_layout((ROW_STATISTICS * cfg.block_q, cfg.stages)), 128
         )
@@ -397,6 +409,9 @@ class Backward:
 
         sQ, sdO, sK, sV = (tensor(x) for x in (layouts.q, layouts.do, layouts.k, layouts.v))
         sdS = tensor(layouts.ds)
+        records = None
+        if cutlass.const_expr(is_persistent(cfg)):
+            records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
             words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
@@ -416,9 +431,11 @@ class Backward:
             q_ring=Ring(barriers, cfg.stages),
             do_ring=Ring(barriers + 2 * cfg.stages, cfg.stages),
             ds_ring=Ring(barriers + 4 * cfg.stages, cfg.ds_stages),
-            turn_ring=Ring(barriers + num_barriers, TURN_STAGES),
-            added_ring=Ring(barriers + num_barriers + 2 * TURN_STAGES, TURN_STAGES),
-            kv_barrier=barriers + num_barriers + 4 * TURN_STAGES,
+            turn_ring=Ring(barriers + num_barriers - 4 * TURN_STAGES, TURN_STAGES),
+            added_ring=Ring(barriers + num_barriers - 2 * TURN_STAGES, TURN_STAGES),
+            kv_ring=Ring(barriers + num_barriers, self.kv_stages),
+            record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, RECORD_STAGES),
+            sRecord=records,
         )
 
     @cute.jit
@@ -429,4 +446,7 @@ class Backward:
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
         shared.added_ring.init(4, 1)
-        cute.arch.mbarrier_init(shared.kv_barrier, 1)
+        shared.kv_ring.init(1, self.wgs)
+        if cutlass.const_expr(is_persistent(self.config)):
+            helping = 2 if self.traits.deterministic else 0
+            shared.record_ring.init(1, key_warps + 4 + helping)

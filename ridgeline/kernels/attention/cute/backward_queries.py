@@ -20,6 +20,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Scalars,
     Shared,
     Work,
+    kv_piece,
 )
 from ridgeline.kernels.attention.cute.blocks import Walk, turn
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
@@ -65,7 +66,8 @@ class Queries:
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 self._load_keys(tensors, shared, work)
-            self._await_before()
+        self._await_before()
+        if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 for i in cutlass.range_constexpr(self.config.stages):
                     if i < num_steps:
@@ -83,21 +85,22 @@ class Queries:
         rows, columns = self.products.dq_part()
         dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
         for step in cutlass.range(num_steps, unroll=1):
-            shared.ds_ring.wait_full(step)
-            stage = shared.ds_ring.stage(step)
+            position = work.position(step)
+            shared.ds_ring.wait_full(position)
+            stage = shared.ds_ring.stage(position)
             if cutlass.const_expr(not helpers):
                 self._await_turn(tensors, scalars, work, step)
             for i in cutlass.range_constexpr(self.config.dq_parts):
-                self._issue_dq(shared, mma, dQ, stage, i)
+                self._issue_dq(shared, mma, dQ, (stage, work), i)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i == self.config.dq_parts - 1):
-                    release(shared.ds_ring, step)
+                    release(shared.ds_ring, position)
                 if cutlass.const_expr(helpers and ordered and i == 0):
-                    shared.turn_ring.wait_full(step)
+                    shared.turn_ring.wait_full(position)
                 self._add_dq(tensors, shared, work, dQ, step, i)
             if cutlass.const_expr(helpers):
                 if cutlass.const_expr(ordered):
-                    self._tell_added(shared, step)
+                    self._tell_added(shared, position)
             else:
                 self._pass_turn(tensors, work, step)
                 # Only now, when no accumulator is alive: it takes the registers of one.
@@ -136,34 +139,50 @@ class Queries:
     def help(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
         """The fourth warpgroup, a warp for each kind of waiting."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        num_steps = work.num_steps()
         if warp == 0:
-            self._load_keys(tensors, shared, work)
-        self._await_before()
-        if warp == 0:
-            for step in cutlass.range(num_steps, unroll=1):
-                self._load_queries(tensors, shared, work, step)
+            self.load(tensors, shared, work)
         if cutlass.const_expr(self.traits.deterministic):
             if warp == 1:
-                for step in cutlass.range(num_steps, unroll=1):
-                    shared.turn_ring.wait_empty(step)
-                    if cute.arch.lane_idx() == 0:
-                        self._poll(tensors, scalars, work, step)
-                        shared.turn_ring.publish(step)
-                    cute.arch.sync_warp()
+                self.poll_turns(tensors, scalars, shared, work)
             if warp == 2:
-                for step in cutlass.range(num_steps, unroll=1):
-                    shared.added_ring.wait_full(step)
-                    if cute.arch.lane_idx() == 0:
-                        # Cumulative: the barrier orders the other threads' additions before it.
-                        cute.arch.fence_acq_rel_gpu()
-                        self._count(tensors, work, step, "relaxed")
-                        shared.added_ring.release(step)
-                    cute.arch.sync_warp()
+                self.hand_on_turns(tensors, shared, work)
 
     @cute.jit
-    def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, stage: Int32, part: int):
-        """One part of dQ = dS K: some of its rows or of its columns."""
+    def load(self, tensors: Globals, shared: Shared, work: Work):
+        """A warp: K and V, then Q and dO of every step as room is made."""
+        self._load_keys(tensors, shared, work)
+        self._await_before()
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            self._load_queries(tensors, shared, work, step)
+
+    @cute.jit
+    def poll_turns(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
+        """A warp: says when each step's turn has come."""
+        self._await_before()
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            shared.turn_ring.wait_empty(work.position(step))
+            if cute.arch.lane_idx() == 0:
+                self._poll(tensors, scalars, work, step)
+                shared.turn_ring.publish(work.position(step))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def hand_on_turns(self, tensors: Globals, shared: Shared, work: Work):
+        """A warp: hands each step's turn on once its additions are there."""
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            shared.added_ring.wait_full(work.position(step))
+            if cute.arch.lane_idx() == 0:
+                # Cumulative: the barrier orders the other threads' additions before it.
+                cute.arch.fence_acq_rel_gpu()
+                self._count(tensors, work, step, "relaxed")
+                shared.added_ring.release(work.position(step))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, place: tuple, part: int):
+        """One part of dQ = dS K: some of its rows or of its columns. place: stage of dS, and whose
+        keys."""
+        stage, work = place
         rows, columns = self.products.dq_part()
         by_row = rows < self.config.block_q
         sdS = cute.local_tile(shared.sdS, (rows, KEYS), (part if by_row else 0, 0, None))
@@ -176,7 +195,8 @@ class Queries:
             for k in cutlass.range_constexpr(KEYS // 16):
                 mma.set(warpgroup.Field.ACCUMULATE, w + k > 0)
                 a = tdS[None, None, k, stage * self.wgs + w]
-                cute.gemm(mma, dQ, a, tK[None, None, k, w], dQ)
+                piece = kv_piece(shared, work, w, self.wgs)
+                cute.gemm(mma, dQ, a, tK[None, None, k, piece], dQ)
         warpgroup.commit_group()
 
     @cute.jit
@@ -184,8 +204,10 @@ class Queries:
         """K and V, once, in pieces of one warpgroup's keys."""
         size = self.dtype.width // 8
         num_bytes = keys_per_block(self.config) * (self.traits.head_dim + self.traits.head_dim_v)
+        if cutlass.const_expr(self.config.persistent > 0):
+            shared.kv_ring.wait_empty(work.before)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, num_bytes * size)
+            shared.kv_ring.expect(work.before, num_bytes * size)
         for atom, m, s, dim in (
             (tensors.tma_k, tensors.mK, shared.sK, self.traits.head_dim),
             (tensors.tma_v, tensors.mV, shared.sV, self.traits.head_dim_v),
@@ -194,12 +216,14 @@ class Queries:
             for w in cutlass.range_constexpr(self.wgs):
                 tile = cute.local_tile(rows, (KEYS, dim), (work.block * self.wgs + w, 0))
                 in_shared, in_global = tma_pair(atom, s, tile)
-                cute.copy(atom, in_global, in_shared[None, w], tma_bar_ptr=shared.kv_barrier)
+                piece, full = kv_piece(shared, work, w, self.wgs), shared.kv_ring.full(work.before)
+                cute.copy(atom, in_global, in_shared[None, piece], tma_bar_ptr=full)
 
     @cute.jit
     def _load_queries(self, tensors: Globals, shared: Shared, work: Work, step: Int32):
         """Q with its statistics, and dO, of one step; waits until their stage is free."""
         head, block = work.at(step)
+        position = work.position(step)
         block_q, size = self.config.block_q, self.dtype.width // 8
         for ring, atom, m, s, dim in (
             (shared.q_ring, tensors.tma_q, tensors.mQ, shared.sQ, self.traits.head_dim),
@@ -209,18 +233,18 @@ class Queries:
             tile = cute.local_tile(rows, (block_q, dim), (block, 0))
             with_statistics = s is shared.sQ
             words = ROW_STATISTICS * block_q if with_statistics else 0
-            ring.wait_empty(step)
+            ring.wait_empty(position)
             with cute.arch.elect_one():
-                ring.expect(step, block_q * dim * size + 4 * words)
+                ring.expect(position, block_q * dim * size + 4 * words)
             in_shared, in_global = tma_pair(atom, s, tile)
-            stage = ring.stage(step)
-            cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(step))
+            stage = ring.stage(position)
+            cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(position))
             if cutlass.const_expr(with_statistics):
                 tile_index = work.first_tile(tensors, self.config.block_q) + block
                 source = tensors.statistics[tile_index, head, None].iterator
                 target = shared.sStatistics[None, stage].iterator
                 with cute.arch.elect_one():
-                    ptx.bulk_load(target, source, 4 * words, ring.full(step))
+                    ptx.bulk_load(target, source, 4 * words, ring.full(position))
 
     @cute.jit
     def _add_dq(

@@ -116,6 +116,8 @@ class Rows:
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
                     turns[tile, head, 0] = Int32(0)
+                    if (tile == 0) & (head == 0):  # the queue of persistent blocks
+                        turns[turns.shape[0] - 1, 0, 0] = Int32(0)
             self._clear_sums(dq_sum, tiles, (block, head, batch), tile, thread)
 
     @cute.jit

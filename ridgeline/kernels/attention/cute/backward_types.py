@@ -99,10 +99,10 @@ class Shared:
     """[block_q, V, stages]"""
     sdO_columns: cute.Tensor
     sK: cute.Tensor
-    """[64, D, warpgroups]"""
+    """[64, D, stages of K and V * warpgroups]"""
     sK_columns: cute.Tensor
     sV: cute.Tensor
-    """[64, V, warpgroups]"""
+    """[64, V, stages of K and V * warpgroups]"""
     sdS: cute.Tensor
     """[block_q, 64, ds_stages * warpgroups]"""
     sdS_columns: cute.Tensor
@@ -117,7 +117,11 @@ class Shared:
     """Helpers: filled when a step's turn has come."""
     added_ring: Ring
     """Helpers: filled when a step's dQ was added."""
-    kv_barrier: cute.Pointer
+    kv_ring: Ring
+    """K and V; of a block of threads that has one block of keys, its first use."""
+    record_ring: Any
+    sRecord: Any
+    """int32 [stages]: numbers of blocks of keys, persistent; else None."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,14 @@ class Work:
     """The block of queries that a head's walk starts with; it wraps around."""
     down: Boolean | None = None
     """Whether the walk goes from the last queries to the first; None: never."""
+    before: Any = 0
+    """Blocks of keys that this block of threads had before."""
+    steps_before: Any = 0
+    """Their steps."""
+
+    def position(self, step):
+        """A step's place in the rings."""
+        return step + self.steps_before
 
     def steps_per_head(self):
         return self.queries.end - self.queries.begin
@@ -199,6 +211,13 @@ class Products:
 
     def dq_part(self) -> tuple[int, int]:
         return dq_part(self.config, self.traits)
+
+
+def kv_piece(shared: Shared, work: Work, wg, wgs: int):
+    """Where the keys of a warpgroup lie."""
+    if shared.kv_ring.stages == 1:
+        return wg
+    return shared.kv_ring.stage(work.before) * wgs + wg
 
 
 def statistics_pair(statistics: cute.Tensor, start):
