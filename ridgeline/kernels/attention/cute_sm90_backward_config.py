@@ -102,6 +102,9 @@ class BackwardConfig:
     rolling: int = 0
     """fp32 dQ in a ring in L2 that the main kernel rounds, so many blocks of keys behind its own;
     0: all of it, rounded by a kernel after it. Of a causal window with as many queries as keys."""
+    rows_ahead: bool = False
+    """With a ring and persistent: what the backward needs of each row is made by the main kernel's
+    idle warps, not by a kernel before it."""
     overlapped: bool = False
     """The main kernel's blocks start while the kernel before it ends, and those of the kernel after
     it while it ends."""
@@ -122,6 +125,11 @@ def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
 def is_rolling(config: BackwardConfig | RolesConfig) -> bool:
     """Whether fp32 dQ lies in a ring."""
     return isinstance(config, BackwardConfig) and config.rolling > 0
+
+
+def is_ahead(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel makes the rows' statistics."""
+    return isinstance(config, BackwardConfig) and config.rows_ahead
 
 
 def is_persistent(config: BackwardConfig | RolesConfig) -> bool:
@@ -221,6 +229,8 @@ def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str |
 
 def _why_not_rolling(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     """Why dQ cannot lie in a ring, or None where it can or need not."""
+    if config.rows_ahead and not (config.rolling and config.persistent):
+        return "rows_ahead needs rolling and persistent"
     if not config.rolling:
         return None
     if config.rolling < ROLLING_CLUSTER:

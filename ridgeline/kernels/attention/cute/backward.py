@@ -32,9 +32,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
-from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
+from ridgeline.kernels.attention.cute.backward_queries import AHEAD_WARPS, TURN_STAGES, Queries
 from ridgeline.kernels.attention.cute.backward_rolling import Rounding
-from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
+from ridgeline.kernels.attention.cute.backward_rows import THREADS, RowInputs, Rows, Tiles
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Layouts,
@@ -54,6 +54,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_ahead,
     is_overlapped,
     is_persistent,
     is_rolling,
@@ -138,13 +139,22 @@ class Backward:
         tiles = Tiles(lengths, num_blocks, self._ring(q, k, num_batches, window_left))
         grid = (num_blocks, mdQ.shape[2], num_batches)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
-        )
+        rows = RowInputs(mO, mdO, mLSE, mdLSE, has_dlse)
+        if cutlass.const_expr(is_ahead(self.config)):
+            rounding = Rounding(traits=self.traits, config=self.config)
+            blocks = tiles.rolling.number(0, 0, num_batches)
+            few = (cutlass.min(tiles.rolling.slots, blocks), tiles.rolling.group, 1)
+            rounding.first(rows, statistics, dq_sum, turns, tiles).launch(
+                grid=few, block=(THREADS, 1, 1), stream=stream
+            )
+        else:
+            self.rows.before(rows, statistics, dq_sum, turns, tiles).launch(
+                grid=grid, block=(THREADS, 1, 1), stream=stream
+            )
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
-            (statistics, dq_sum, turns, tiles, mdQ),
+            (statistics, dq_sum, turns, tiles, mdQ, rows),
             (longest_k + block_k - 1) // block_k,
             num_batches,
             layouts,
@@ -230,11 +240,12 @@ class Backward:
             views["tma_" + name.lower()] = atom
             views["m" + name] = view
         dk, dv = tensors[4:]
-        statistics, dq_sum, turns, tiles, mdQ = buffers
+        statistics, dq_sum, turns, tiles, mdQ, rows = buffers
         return Globals(
             mdK_plain=dk,
             mdV_plain=dv,
             mdQ=mdQ,
+            rows=rows,
             statistics=statistics,
             dq_sum=dq_sum,
             turns=turns,
@@ -445,8 +456,11 @@ class Backward:
         shared.do_ring.init(1, key_warps)
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
-        shared.added_ring.init(4, 1)
+        if cutlass.const_expr(is_ahead(self.config)):
+            shared.added_ring.init(AHEAD_WARPS, 4)
+        else:
+            shared.added_ring.init(4, 1)
         shared.kv_ring.init(1, self.wgs)
         if cutlass.const_expr(is_persistent(self.config)):
-            helping = 2 if self.traits.deterministic else 0
+            helping = 2 if self.traits.deterministic else AHEAD_WARPS * is_ahead(self.config)
             shared.record_ring.init(1, key_warps + 4 + helping)

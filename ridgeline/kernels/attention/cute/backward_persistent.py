@@ -22,7 +22,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.backward_types import Globals, Layouts, Scalars, Shared
-from ridgeline.kernels.attention.cute_sm90_backward_config import HELPER_REGISTERS, registers
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    HELPER_REGISTERS,
+    is_ahead,
+    registers,
+)
 
 NONE = -1
 """A record that says: no more blocks of keys."""
@@ -101,6 +105,20 @@ class PersistentBackward(Backward):
                 self._turns(tensors, scalars, shared, True)
             if warp == 2:
                 self._turns(tensors, scalars, shared, False)
+        if cutlass.const_expr(is_ahead(self.config)):
+            if warp > 0:
+                self._rows(tensors, scalars, shared, warp - 1)
+
+    @cute.jit
+    def _rows(self, tensors: Globals, scalars: Scalars, shared: Shared, warp: Int32):
+        """Some warps: statistics of rows that later blocks need."""
+        before = Int32(0)
+        number = self._take(shared, before)
+        while number >= 0:
+            work = replace(self._work_of(tensors, scalars, number), before=before)
+            self.queries.rows_ahead(tensors, shared, work, warp)
+            before += 1
+            number = self._take(shared, before)
 
     @cute.jit
     def _load(self, tensors: Globals, scalars: Scalars, shared: Shared):

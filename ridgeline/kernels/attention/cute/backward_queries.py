@@ -32,10 +32,13 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_ahead,
     is_rolling,
     keys_per_block,
 )
 
+AHEAD_WARPS = 3
+"""Of the helpers, that make statistics of rows ahead."""
 TURN_STAGES = 2
 """Steps that the helpers' warps may be ahead of, or behind, the additions."""
 OTHER_BARRIER = 7
@@ -113,6 +116,9 @@ class Queries:
         if cutlass.const_expr(rolling):
             for i in cutlass.range(num_steps, behind, unroll=1):
                 self.rounding.round_some(tensors, scalars.softmax_scale, number, i)
+            if cutlass.const_expr(is_ahead(self.config)):
+                shared.added_ring.wait_full(work.before)
+                release(shared.added_ring, work.before)
             self._other_barrier()
             if cute.arch.thread_idx()[0] == 0:
                 self.rounding.end(tensors.turns, number)
@@ -152,8 +158,24 @@ class Queries:
         """A warp: K and V, then Q and dO of every step as room is made."""
         self._load_keys(tensors, shared, work)
         self._await_before()
+        if cutlass.const_expr(is_ahead(self.config)):
+            number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
+            self.rounding.wait(tensors.turns, tensors.tiles, number)
+            # The copy engine reads statistics that other blocks wrote by ordinary stores.
+            cute.arch.fence_proxy("async.global")
         for step in cutlass.range(work.num_steps(), unroll=1):
             self._load_queries(tensors, shared, work, step)
+
+    @cute.jit
+    def rows_ahead(self, tensors: Globals, shared: Shared, work: Work, warp: Int32):
+        """One of some warps: statistics of rows that a later block needs."""
+        number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
+        shared.added_ring.wait_empty(work.before)
+        self.rounding.rows_ahead(tensors, number, warp, AHEAD_WARPS)
+        cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            shared.added_ring.publish(work.before)
 
     @cute.jit
     def poll_turns(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):

@@ -6,6 +6,9 @@ only, so a ring of 2 lag + span blocks (22 MB at head dim 128) stays in L2. The 
 rounds and zeroes the place of the block `lag` before its own in its spare time, a chunk a step;
 what is left of the ring at the end is for the kernel `last`.
 
+With `rows_ahead` the rows' statistics are made likewise, by warps that only wait otherwise, for the
+block lag + span on: the main kernel is bound by its products, what the small ones read is free.
+
 A place holds the 128 rows of a block of keys in tiles as backward_rows.py orders them; a chunk is
 16 words a thread, 8 columns of the rows r and r + 8.
 """
@@ -20,7 +23,11 @@ from ridgeline.kernels.attention.cute import ptx
 from ridgeline.kernels.attention.cute.backward_rows import (
     THREADS,
     VECTOR,
+    RowInputs,
+    Rows,
     Tiles,
+    clear,
+    lanes_of,
     run_of,
     store_rounded,
     tile_of,
@@ -53,6 +60,7 @@ class Rounding:
         self.parts = self.rows // config.block_q
         self.columns = traits.head_dim // VECTOR
         self.overlapped = config.overlapped
+        self.all_rows = Rows(traits, config)
 
     def chunks(self) -> int:
         """Of a place, of one head."""
@@ -127,6 +135,63 @@ class Rounding:
         gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
         row = block * self.rows + atom * ATOM_ROWS + quad_in_atom // 8 * 16 + quad_in_atom % 8
         store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
+
+    @cute.jit
+    def rows_ahead(self, tensors, number: Int32, warp: Int32, num_warps: cutlass.Constexpr[int]):
+        """A warp's share of the statistics of the rows of the block lag + span on: whoever loads
+        them waits until this block has ended."""
+        rolling = tensors.tiles.rolling
+        target = number + self.lag + rolling.span
+        if target < rolling.number(Int32(0), Int32(0), tensors.num_batches):
+            for member in cutlass.range(rolling.group, unroll=1):
+                lanes = lanes_of(self.traits.head_dim_v)
+                passes = self.rows * lanes // LANES
+                for p in cutlass.range(warp, passes, num_warps, unroll=1):
+                    row = p * (LANES // lanes) + cute.arch.lane_idx() // lanes
+                    self._row(
+                        tensors.rows, tensors.statistics, tensors.tiles, (target, member), row
+                    )
+
+    @cute.jit
+    def _row(
+        self, inputs: RowInputs, statistics: cute.Tensor, tiles: Tiles, place: tuple, row: Int32
+    ):
+        """One row of a place; `lanes_of` lanes together."""
+        number, member = place
+        block, kv_head, batch = tiles.rolling.coordinates(number)
+        query_block = block * self.parts + row // self.block_q
+        row_in_tile = row % self.block_q
+        if query_block < tiles.num_blocks:
+            extent = tiles.lengths.extent(batch)
+            tile = tiles.first(extent, batch, self.block_q) + query_block
+            head = kv_head * tiles.rolling.group + member
+            where = (head, batch, block * self.rows + row)
+            lane = cute.arch.lane_idx() % lanes_of(self.traits.head_dim_v)
+            words = statistics[tile, head, None]
+            self.all_rows.write_row(inputs, words, where, extent, row_in_tile, lane)
+
+    @cute.kernel
+    def first(
+        self, inputs: RowInputs, statistics: cute.Tensor, dq_sum: cute.Tensor, turns, tiles: Tiles
+    ):
+        """Before the main kernel where it makes statistics itself: those of the blocks that nobody
+        makes, zeros in the ring's first round and for what blocks count."""
+        thread, _, _ = cute.arch.thread_idx()
+        number, member, _ = cute.arch.block_idx()
+        places, _, _ = cute.arch.grid_dim()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
+        for part in cutlass.range_constexpr(self.parts):
+            clear(tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts)), thread)
+        if number < self.lag + tiles.rolling.span:
+            lanes = lanes_of(self.traits.head_dim_v)
+            for row in cutlass.range(thread // lanes, self.rows, THREADS // lanes, unroll=1):
+                self._row(inputs, statistics, tiles, (number, member), row)
+        words = turns.shape[0] * turns.shape[1]
+        if member == 0:
+            for word in cutlass.range(number * THREADS + thread, words, places * THREADS, unroll=1):
+                row = word // turns.shape[1]
+                turns[row, word - row * turns.shape[1], 0] = Int32(0)
 
     @cute.kernel
     def last(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):

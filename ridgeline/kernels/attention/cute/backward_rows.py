@@ -56,6 +56,19 @@ class Tiles:
         return batch * self.num_blocks
 
 
+@dataclass(frozen=True)
+class RowInputs:
+    """What a row's statistics are made from."""
+
+    mO: cute.Tensor
+    """[S, V, H, B]"""
+    mdO: cute.Tensor
+    mLSE: cute.Tensor
+    """[S, H, B]"""
+    mdLSE: cute.Tensor
+    has_dlse: Int32
+
+
 class Rows:
     """Both kernels for one (traits, config)."""
 
@@ -68,17 +81,13 @@ class Rows:
     @cute.kernel
     def before(
         self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: cute.Tensor,
-        has_dlse: Int32,
+        inputs: RowInputs,
         statistics: cute.Tensor,
         dq_sum: cute.Tensor,
         turns,
         tiles: Tiles,
     ):
-        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]."""
+        """statistics [tiles, H, 2 block_q]."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         if cutlass.const_expr(self.overlapped):
@@ -86,33 +95,14 @@ class Rows:
         extent = tiles.lengths.extent(batch)
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
-            packed = self.traits.varlen
-            gO = tokens_of(mO, head, batch, extent.offset_q, packed)
-            gdO = tokens_of(mdO, head, batch, extent.offset_q, packed)
-            lanes = _lanes(self.traits.head_dim_v)
+            lanes = lanes_of(self.traits.head_dim_v)
             lane, row_in_pass = thread % lanes, thread // lanes
             rows = THREADS // lanes
+            words = statistics[tile, head, None]
             for p in cutlass.range_constexpr((self.block_q + rows - 1) // rows):
                 row = p * rows + row_in_pass
-                query = block * self.block_q + row
-                total = Float32(0.0)
-                if (query < extent.seqlen_q) & (lane * VECTOR < mO.shape[1]):
-                    total = _dot(gO, gdO, query, lane)
-                for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-                    total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-                if (lane == 0) & (row < self.block_q):
-                    minus_lse = Float32(MINUS_INFINITY)
-                    if query < extent.seqlen_q:
-                        token = _row_of(extent, query, packed)
-                        lse = _row_value(mLSE, token, head, batch, packed)
-                        dead = lse == MINUS_INFINITY
-                        minus_lse = cutlass.select_(
-                            dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E)
-                        )
-                        if has_dlse != 0:
-                            total -= _row_value(mdLSE, token, head, batch, packed)
-                    statistics[tile, head, row] = minus_lse
-                    statistics[tile, head, self.block_q + row] = total
+                place = (head, batch, block * self.block_q + row)
+                self.write_row(inputs, words, place, extent, row, lane)
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
                     turns[tile, head, 0] = Int32(0)
@@ -121,20 +111,48 @@ class Rows:
             self._clear_sums(dq_sum, tiles, (block, head, batch), tile, thread)
 
     @cute.jit
+    def write_row(
+        self, inputs: RowInputs, words: cute.Tensor, place: tuple, extent: Extent, row: Int32,
+        lane: Int32,
+    ):  # fmt: skip
+        """A row's statistics into its tile's words; `lanes_of` neighbouring lanes call it together.
+        place: head, batch, query; row of the tile, none beyond it."""
+        head, batch, query = place
+        packed = self.traits.varlen
+        gO = tokens_of(inputs.mO, head, batch, extent.offset_q, packed)
+        gdO = tokens_of(inputs.mdO, head, batch, extent.offset_q, packed)
+        total = Float32(0.0)
+        if (query < extent.seqlen_q) & (lane * VECTOR < inputs.mO.shape[1]):
+            total = _dot(gO, gdO, query, lane)
+        for step in cutlass.range_constexpr(lanes_of(self.traits.head_dim_v).bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        if (lane == 0) & (row < self.block_q):
+            minus_lse = Float32(MINUS_INFINITY)
+            if query < extent.seqlen_q:
+                token = _row_of(extent, query, packed)
+                lse = _row_value(inputs.mLSE, token, head, batch, packed)
+                dead = lse == MINUS_INFINITY
+                minus_lse = cutlass.select_(dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E))
+                if inputs.has_dlse != 0:
+                    total -= _row_value(inputs.mdLSE, token, head, batch, packed)
+            words[row] = minus_lse
+            words[self.block_q + row] = total
+
+    @cute.jit
     def _clear_sums(
         self, dq_sum: cute.Tensor, tiles: Tiles, place: tuple, tile: Int32, thread: Int32
     ):
         """A tile's fp32 dQ; of a ring only where it lies in the first round."""
         block, head, batch = place
         if cutlass.const_expr(tiles.rolling is None):
-            _clear(dq_sum[tile, head, None], thread)
+            clear(dq_sum[tile, head, None], thread)
         else:
             rolling, parts = tiles.rolling, self.block_k // self.block_q
             kv_head, owner = head // rolling.group, block // parts
             number = rolling.number(owner, kv_head, batch)
             if number < rolling.slots:
                 member, part = head - kv_head * rolling.group, block - owner * parts
-                _clear(tile_of(dq_sum, rolling.tile(number, member, part, parts)), thread)
+                clear(tile_of(dq_sum, rolling.tile(number, member, part, parts)), thread)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
@@ -159,7 +177,7 @@ class Rows:
                 store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
 
 
-def _lanes(head_dim: int) -> int:
+def lanes_of(head_dim: int) -> int:
     """Threads that share a row: a power of two."""
     lanes = 1
     while lanes * VECTOR < head_dim:
@@ -217,7 +235,7 @@ def _row_value(tensor: cute.Tensor, token, head, batch, packed: bool):
 
 
 @cute.jit
-def _clear(tensor: cute.Tensor, thread: Int32):
+def clear(tensor: cute.Tensor, thread: Int32):
     """Zeros, 16 bytes a store."""
     zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     zeros.fill(0.0)

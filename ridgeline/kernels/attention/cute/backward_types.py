@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ridgeline.kernels.attention.cute.backward_rows import Tiles
+from ridgeline.kernels.attention.cute.backward_rows import RowInputs, Tiles
 from ridgeline.kernels.attention.cute.blocks import BlockRange
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import Ring
@@ -55,6 +55,8 @@ class Globals:
     """The same two as ordinary tensors"""
     mdQ: cute.Tensor
     """[S, D, H, B], an ordinary tensor: written here only with a ring of dQ"""
+    rows: RowInputs
+    """Read here only for statistics ahead"""
     statistics: cute.Tensor
     """fp32 [tiles, H, 2 * block_q]: -LSE log2(e), then delta"""
     dq_sum: cute.Tensor

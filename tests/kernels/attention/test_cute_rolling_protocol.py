@@ -1,0 +1,169 @@
+"""fp32 dQ in a ring of places, simulated in random order: who adds, who rounds, who waits for whom.
+
+In the order of backward_queries.py and backward_rolling.py: blocks of keys start in order, wait for
+those that must have ended, add to the tiles of their walk, and round the block that lies `lag`
+behind a part at a time. Nothing may be added to a tile that another owner's sums are in, nothing
+may be rounded before its last addition, and every tile must be rounded once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from ridgeline.kernels.attention.cute.blocks import Rolling, query_range, rolling_span
+
+Step = Iterator[Callable[[], bool]]
+BLOCK_K = 128
+
+
+@dataclass
+class Call:
+    """A launch of the three kernels."""
+
+    length: int
+    left: int
+    heads: int
+    group: int
+    lag: int
+    cluster: int
+    block_q: int
+    wait: bool = True
+    sums: dict[int, set] = field(default_factory=dict)
+    """(owner, block of keys) that were added to a place since it was zeroed."""
+    owners: dict[int, int] = field(default_factory=dict)
+    rounded: dict[tuple[int, int, int], set] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.blocks = -(-self.length // BLOCK_K)
+        span = rolling_span(self.left, BLOCK_K)
+        slots = 2 * self.lag + span
+        self.ring = Rolling(self.blocks, self.heads, self.group, slots, span)
+        self.total = self.blocks * self.heads
+        self.parts = BLOCK_K // self.block_q
+        self.ended = [0] * (self.total // self.cluster + 1)
+        # `before` zeroes the first round; what else lies there is of an earlier call.
+        for number in range(min(slots, self.total)):
+            for member in range(self.group):
+                for part in range(self.parts):
+                    self.sums[self.ring.tile(number, member, part, self.parts)] = set()
+
+    def walk(self, block: int) -> range:
+        """Blocks of queries."""
+        lengths = (self.length, self.length)
+        seen = query_range(block * BLOCK_K, BLOCK_K, self.block_q, lengths, (self.left, 0))
+        return range(seen.begin, seen.end)
+
+    def run(self, number: int) -> Step:
+        """A block of keys, its warpgroup of dQ."""
+        block, _, _ = self.ring.coordinates(number)
+        if self.wait:
+            begin, end = self.ring.ended(number, self.lag, self.cluster)
+            for cluster in range(begin, end):
+                yield lambda cluster=cluster: self.ended[cluster] == self.cluster
+        rounds = [(m, p) for m in range(self.group) for p in range(self.parts)]
+        if number < self.lag:
+            rounds = []
+        for member in range(self.group):
+            for query in self.walk(block):
+                yield lambda: True
+                owner, part = query // self.parts, query % self.parts
+                self.add(number + owner - block, member, part, number)
+                if rounds:
+                    yield lambda: True
+                    self.round(number - self.lag, *rounds.pop(0))
+        for member, part in rounds:
+            yield lambda: True
+            self.round(number - self.lag, member, part)
+        yield lambda: True
+        self.ended[number // self.cluster] += 1
+
+    def add(self, owner: int, member: int, part: int, number: int) -> None:
+        tile = self.ring.tile(owner, member, part, self.parts)
+        assert tile in self.sums, "added to what nobody zeroed"
+        assert all(found == owner for found, _ in self.sums[tile]), "another owner's sums"
+        assert (owner, number) not in self.sums[tile]
+        self.sums[tile].add((owner, number))
+
+    def round(self, number: int, member: int, part: int) -> None:
+        block, _, _ = self.ring.coordinates(number)
+        tile = self.ring.tile(number, member, part, self.parts)
+        query = block * self.parts + part
+        if query * self.block_q < self.length:
+            first = number - block
+            seen = {first + b for b in range(self.blocks) if query in self.walk(b)}
+            assert {n for _, n in self.sums[tile]} == seen, "rounded before its last addition"
+            assert (number, member, part) not in self.rounded
+            self.rounded[number, member, part] = seen
+        self.sums[tile] = set()
+
+    def simulate(self, places: int, seed: int) -> int:
+        """Returns the most blocks that were there at once."""
+        chance, waiting, most = random.Random(seed), iter(range(self.total)), 0
+        running: dict[int, Step] = {}
+        waits: dict[int, Callable[[], bool]] = {}
+        following = next(waiting, None)
+        while running or following is not None:
+            while following is not None and len(running) < places:
+                running[following], waits[following] = self.run(following), lambda: True
+                following = next(waiting, None)
+            most = max(most, len(running))
+            ready = [name for name, condition in waits.items() if condition()]
+            assert ready, f"locked up: {sorted(running)}"
+            name = chance.choice(ready)
+            try:
+                waits[name] = next(running[name])
+            except StopIteration:
+                del running[name], waits[name]
+        for number in range(max(self.total - self.lag, 0), self.total):  # the kernel `last`
+            for member in range(self.group):
+                for part in range(self.parts):
+                    self.round(number, member, part)
+        return most
+
+
+CASES = [  # length, left, heads, group, lag, cluster, block_q, places
+    (1500, 300, 3, 1, 4, 2, 64, 3),
+    (1500, 300, 3, 1, 4, 4, 128, 6),
+    (700, 0, 5, 2, 3, 3, 64, 4),
+    (129, 64, 9, 1, 2, 2, 128, 5),
+    (1000, 5000, 3, 1, 5, 2, 64, 4),
+    (260, 100, 2, 3, 40, 16, 64, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tile_is_rounded_once_when_it_is_whole(case: tuple[int, ...]) -> None:
+    *shape, places = case
+    for seed in range(5):
+        call = Call(*shape)
+        assert call.simulate(places, seed) == min(places, call.total)
+        tiles = -(-call.length // call.block_q)
+        assert len(call.rounded) == tiles * call.heads * call.group
+
+
+def test_without_waiting_it_goes_wrong() -> None:
+    """The simulation can fail."""
+    found = 0
+    for seed in range(5):
+        call = Call(1500, 300, 3, 1, 4, 2, 64, wait=False)
+        try:
+            call.simulate(12, seed)
+        except AssertionError:
+            found += 1
+    assert found == 5
+
+
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 127, 128, 129, 300, 1023])
+def test_span_is_how_far_behind_its_own_a_block_adds(left: int) -> None:
+    length = 3000
+    lengths = (length, length)
+    seen = query_range(256, BLOCK_K, 64, lengths, (left, 0))
+    last_row = min(seen.end * 64, length) - 1
+    last_seeing = 256 + BLOCK_K - 1 + left
+    assert 2 + rolling_span(left, BLOCK_K) == last_seeing // BLOCK_K
+    assert last_row // BLOCK_K <= 2 + rolling_span(left, BLOCK_K)
