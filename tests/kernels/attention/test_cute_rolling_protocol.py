@@ -2,8 +2,10 @@
 
 In the order of backward_queries.py and backward_rolling.py: blocks of keys start in order, wait for
 those that must have ended, add to the tiles of their walk, and round the block that lies `lag`
-behind a part at a time. Nothing may be added to a tile that another owner's sums are in, nothing
-may be rounded before its last addition, and every tile must be rounded once.
+behind a part at a time; others of their warps make statistics of the rows of the block lag + span
+on. Nothing may be added to a tile that another owner's sums are in, nothing may be rounded before
+its last addition, no statistics may be read before they are there, and every tile must be rounded
+once.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Call:
     owners: dict[int, int] = field(default_factory=dict)
     rounded: dict[tuple[int, int, int], set] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
+    made: set[int] = field(default_factory=set)
+    """Blocks whose rows have statistics."""
 
     def __post_init__(self) -> None:
         self.blocks = -(-self.length // BLOCK_K)
@@ -46,6 +50,7 @@ class Call:
         self.total = self.blocks * self.heads
         self.parts = BLOCK_K // self.block_q
         self.ended = [0] * (self.total // self.cluster + 1)
+        self.made = set(range(self.lag + span))
         # `before` zeroes the first round; what else lies there is of an earlier call.
         for number in range(min(slots, self.total)):
             for member in range(self.group):
@@ -72,6 +77,7 @@ class Call:
             for query in self.walk(block):
                 yield lambda: True
                 owner, part = query // self.parts, query % self.parts
+                assert number + owner - block in self.made, "no statistics"
                 self.add(number + owner - block, member, part, number)
                 if rounds:
                     yield lambda: True
@@ -79,6 +85,8 @@ class Call:
         for member, part in rounds:
             yield lambda: True
             self.round(number - self.lag, member, part)
+        yield lambda: True
+        self.made.add(number + self.lag + self.ring.span)
         yield lambda: True
         self.ended[number // self.cluster] += 1
 
