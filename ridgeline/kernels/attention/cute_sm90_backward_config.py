@@ -99,6 +99,8 @@ class BackwardConfig:
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
+    helper_registers: int = HELPER_REGISTERS
+    """Registers a thread of that fourth warpgroup."""
     rolling: int = 0
     """fp32 dQ in a ring in L2 that the main kernel rounds, so many blocks of keys behind its own;
     0: all of it, rounded by a kernel after it. Of a causal window with as many queries as keys."""
@@ -173,7 +175,7 @@ def registers(config: BackwardConfig) -> tuple[int, int]:
     warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
+    left = at_launch * warpgroups - other - (config.helper_registers if config.helpers else 0)
     return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
@@ -200,8 +202,9 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     narrow = columns < traits.head_dim and columns % 64
     if rows % KEYS or narrow:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
-    if config.other_registers % 8:
-        return f"other_registers must be a multiple of 8, got {config.other_registers}"
+    for name in ("other_registers", "helper_registers"):
+        if (value := getattr(config, name)) % 8:
+            return f"{name} must be a multiple of 8, got {value}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
     if (why := _why_not_rolling(config, traits)) is not None:

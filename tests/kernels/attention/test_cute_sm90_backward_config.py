@@ -203,8 +203,8 @@ def test_a_ring_takes_less_memory_than_all_of_dq() -> None:
     config = cfg.BackwardConfig(block_q=64, dq_parts=2, **RING)
     whole = cfg.dq_tiles(WINDOW, replace(config, rolling=0))
     assert whole == WINDOW.batch * 256
-    # 2 * 160 + 9 places of 128 rows for each query head of 2 key/value heads.
+    # 2 * 160 + 8 places of 128 rows for each query head of 2 key/value heads.
     ring = cfg.dq_tiles(WINDOW, config)
-    assert ring * WINDOW.kv_heads >= 2 * (2 * 160 + 9) > (ring - 1) * WINDOW.kv_heads
+    assert ring * WINDOW.kv_heads >= 2 * (2 * 160 + 8) > (ring - 1) * WINDOW.kv_heads
     # Never more than there are blocks.
     assert cfg.dq_tiles(replace(WINDOW, window_left=1 << 20), config) == whole

@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import cpasync
 from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.backward_types import Globals, Layouts, Scalars, Shared
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
-    HELPER_REGISTERS,
     is_ahead,
     registers,
 )
@@ -66,7 +65,7 @@ class PersistentBackward(Backward):
             cute.arch.setmaxregister_decrease(other_registers)
             self._serve(tensors, scalars, shared)
         elif warp_index < 8:
-            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.config.helper_registers)
             self._help(tensors, scalars, shared, warp_index - 4)
         else:
             cute.arch.setmaxregister_increase(key_registers)
