@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
-from ridgeline.kernels.attention.cute.blocks import rolling_span
+from ridgeline.kernels.attention.cute.blocks import rolling_of, rolling_span
 from ridgeline.kernels.attention.cute_sm90_config import (
     BARRIER_BYTES,
     SHARED_MEMORY_BYTES,
@@ -251,9 +251,10 @@ def dq_tiles(problem: AttentionProblem, config: BackwardConfig | RolesConfig) ->
     if not isinstance(config, BackwardConfig) or not config.rolling:
         return whole
     block_k = keys_per_block(config)
-    slots = 2 * config.rolling + rolling_span(problem.window_left or 0, block_k)
-    blocks = problem.batch * problem.kv_heads * -(-problem.seqlen_k // block_k)
-    return -(-min(slots, blocks) * block_k // config.block_q // problem.kv_heads)
+    span = rolling_span(problem.window_left or 0, block_k)
+    lengths, heads = (-(-problem.seqlen_k // block_k), problem.batch), (problem.kv_heads, 1)
+    places = rolling_of(lengths, heads, config.rolling, span).owners()
+    return -(-places * block_k // config.block_q // problem.kv_heads)
 
 
 def backward_traits(problem: AttentionProblem) -> BackwardTraits:

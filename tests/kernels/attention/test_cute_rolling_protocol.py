@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ridgeline.kernels.attention.cute.blocks import Rolling, query_range, rolling_span
+from ridgeline.kernels.attention.cute.blocks import query_range, rolling_of, rolling_span
 
 Step = Iterator[Callable[[], bool]]
 BLOCK_K = 128
@@ -45,17 +45,20 @@ class Call:
     def __post_init__(self) -> None:
         self.blocks = -(-self.length // BLOCK_K)
         span = rolling_span(self.left, BLOCK_K)
-        slots = 2 * self.lag + span
-        self.ring = Rolling(self.blocks, self.heads, self.group, slots, span)
+        lengths, heads = (self.blocks, 1), (self.heads, self.group)
+        self.ring = rolling_of(lengths, heads, self.lag, span)
         self.total = self.blocks * self.heads
         self.parts = BLOCK_K // self.block_q
         self.ended = [0] * (self.total // self.cluster + 1)
-        self.made = set(range(self.lag + span))
-        # `before` zeroes the first round; what else lies there is of an earlier call.
-        for number in range(min(slots, self.total)):
+        # The kernel `first`; what else lies in the ring is of an earlier call.
+        for place in range(self.ring.owners()):
+            number = self.ring.owner(place)
+            assert self.ring.place(number) == place
+            if number < self.lag + span or number >= self.ring.num_long():
+                self.made.add(number)
             for member in range(self.group):
                 for part in range(self.parts):
-                    self.sums[self.ring.tile(number, member, part, self.parts)] = set()
+                    self.sums[self.ring.tile(place, member, part, self.parts)] = set()
 
     def walk(self, block: int) -> range:
         """Blocks of queries."""
@@ -65,20 +68,21 @@ class Call:
 
     def run(self, number: int) -> Step:
         """A block of keys, its warpgroup of dQ."""
-        block, _, _ = self.ring.coordinates(number)
+        block, head, _ = self.ring.coordinates(number)
         if self.wait:
             begin, end = self.ring.ended(number, self.lag, self.cluster)
             for cluster in range(begin, end):
                 yield lambda cluster=cluster: self.ended[cluster] == self.cluster
         rounds = [(m, p) for m in range(self.group) for p in range(self.parts)]
-        if number < self.lag:
+        if not self.ring.rounds(number, self.lag):
             rounds = []
         for member in range(self.group):
             for query in self.walk(block):
                 yield lambda: True
                 owner, part = query // self.parts, query % self.parts
-                assert number + owner - block in self.made, "no statistics"
-                self.add(number + owner - block, member, part, number)
+                owner = self.ring.number(owner, head, 0)
+                assert owner in self.made, "no statistics"
+                self.add(owner, member, part, number)
                 if rounds:
                     yield lambda: True
                     self.round(number - self.lag, *rounds.pop(0))
@@ -86,24 +90,25 @@ class Call:
             yield lambda: True
             self.round(number - self.lag, member, part)
         yield lambda: True
-        self.made.add(number + self.lag + self.ring.span)
+        if number + self.lag + self.ring.span < self.ring.num_long():
+            self.made.add(number + self.lag + self.ring.span)
         yield lambda: True
         self.ended[number // self.cluster] += 1
 
     def add(self, owner: int, member: int, part: int, number: int) -> None:
-        tile = self.ring.tile(owner, member, part, self.parts)
+        tile = self.ring.tile(self.ring.place(owner), member, part, self.parts)
         assert tile in self.sums, "added to what nobody zeroed"
         assert all(found == owner for found, _ in self.sums[tile]), "another owner's sums"
         assert (owner, number) not in self.sums[tile]
         self.sums[tile].add((owner, number))
 
     def round(self, number: int, member: int, part: int) -> None:
-        block, _, _ = self.ring.coordinates(number)
-        tile = self.ring.tile(number, member, part, self.parts)
+        block, head, _ = self.ring.coordinates(number)
+        tile = self.ring.tile(self.ring.place(number), member, part, self.parts)
         query = block * self.parts + part
         if query * self.block_q < self.length:
-            first = number - block
-            seen = {first + b for b in range(self.blocks) if query in self.walk(b)}
+            seen = [b for b in range(self.blocks) if query in self.walk(b)]
+            seen = {self.ring.number(b, head, 0) for b in seen}
             assert {n for _, n in self.sums[tile]} == seen, "rounded before its last addition"
             assert (number, member, part) not in self.rounded
             self.rounded[number, member, part] = seen
@@ -127,7 +132,7 @@ class Call:
                 waits[name] = next(running[name])
             except StopIteration:
                 del running[name], waits[name]
-        for number in range(max(self.total - self.lag, 0), self.total):  # the kernel `last`
+        for number in range(self.ring.first_left(self.lag), self.total):  # the kernel `last`
             for member in range(self.group):
                 for part in range(self.parts):
                     self.round(number, member, part)
@@ -164,6 +169,17 @@ def test_without_waiting_it_goes_wrong() -> None:
         except AssertionError:
             found += 1
     assert found == 5
+
+
+@pytest.mark.parametrize(("blocks", "span"), [(7, 2), (7, 0), (3, 5), (1, 0)])
+def test_numbers_are_those_of_all_blocks(blocks: int, span: int) -> None:
+    ring = rolling_of((blocks, 3), (2, 1), 4, span)
+    found = [ring.coordinates(number) for number in range(ring.total())]
+    assert len(set(found)) == len(found) == blocks * 6
+    assert [ring.number(*where) for where in found] == [*range(len(found))]
+    # Blocks with shorter walks come last.
+    short = [block >= blocks - span for block, _, _ in found]
+    assert short == sorted(short)
 
 
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 127, 128, 129, 300, 1023])

@@ -23,8 +23,6 @@ B.1; the operand swap and the reduced dQ are described in the FlashAttention-3 r
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -42,7 +40,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import Rolling, query_range, rolling_span
+from ridgeline.kernels.attention.cute.blocks import query_range, rolling_of, rolling_span
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
@@ -141,8 +139,7 @@ class Backward:
         rows = RowInputs(mO, mdO, mLSE, mdLSE, has_dlse)
         if cutlass.const_expr(is_ahead(self.config)):
             rounding = Rounding(traits=self.traits, config=self.config)
-            blocks = tiles.rolling.number(0, 0, num_batches)
-            few = (cutlass.min(tiles.rolling.slots, blocks), tiles.rolling.group, 1)
+            few = (tiles.rolling.owners(), tiles.rolling.group, 1)
             rounding.first(rows, statistics, dq_sum, turns, tiles).launch(
                 grid=few, block=(THREADS, 1, 1), stream=stream
             )
@@ -168,7 +165,8 @@ class Backward:
         self._launch(tensors, scalars, layouts, num_blocks, stream)
         if cutlass.const_expr(self.rolling):
             rounding = Rounding(traits=self.traits, config=self.config)
-            grid = (cutlass.min(num_blocks, self.config.rolling), tiles.rolling.group, 1)
+            left = num_blocks - tiles.rolling.first_left(self.config.rolling, DeviceInteger)
+            grid = (left, tiles.rolling.group, 1)
             rounding.last(dq_sum, mdQ, softmax_scale, tiles).launch(
                 grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
             )
@@ -182,14 +180,10 @@ class Backward:
         if not self.rolling:
             return None
         block_k = keys_per_block(self.config)
+        lengths = ((k.shape[1] + block_k - 1) // block_k, num_batches)
+        heads = (k.shape[2], q.shape[2] // k.shape[2])
         span = rolling_span(window_left, block_k)
-        return Rolling(
-            num_key_blocks=(k.shape[1] + block_k - 1) // block_k,
-            kv_heads=k.shape[2],
-            group=q.shape[2] // k.shape[2],
-            slots=2 * self.config.rolling + span,
-            span=span,
-        )
+        return rolling_of(lengths, heads, self.config.rolling, span, DeviceInteger)
 
     def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
         """The main kernel on that many blocks of keys."""
@@ -272,9 +266,7 @@ class Backward:
         return 1
 
     def _order(self, tensors: Globals, scalars: Scalars) -> TileOrder:
-        """The numbering of blocks of keys; with a ring of dQ one head after the other."""
-        if self.rolling:
-            scalars = replace(scalars, heads_per_section=Int32(1))
+        """The numbering of blocks of keys, but for those with a ring of dQ."""
         return TileOrder(
             num_blocks=tensors.num_key_blocks,
             num_heads=tensors.mK.shape[2],
@@ -364,6 +356,8 @@ class Backward:
             if cutlass.const_expr(self.last_keys_first):
                 number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
+        elif cutlass.const_expr(self.rolling):
+            block, head, batch = tensors.tiles.rolling.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):

@@ -78,11 +78,9 @@ class Queries:
         rolling = self.rounding is not None
         number, behind = Int32(0), Int32(0)
         if cutlass.const_expr(rolling):
-            number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
-            # Chunks of the block to be rounded: none in the first round of the ring.
-            behind = cutlass.select_(
-                number < self.config.rolling, Int32(0), work.group * self.rounding.rounds()
-            )
+            number = self.number(tensors, work)
+            rounds = tensors.tiles.rolling.rounds(number, self.config.rolling)
+            behind = cutlass.select_(rounds, work.group * self.rounding.rounds(), Int32(0))
             self.rounding.wait(tensors.turns, tensors.tiles, number)
         mma = self.products.dq()
         rows, columns = self.products.dq_part()
@@ -126,6 +124,11 @@ class Queries:
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
 
+    def number(self, tensors: Globals, work: Work):
+        """Of a block of keys, with a ring of dQ."""
+        rolling = tensors.tiles.rolling
+        return rolling.number(work.block, work.kv_head, work.batch, DeviceInteger)
+
     @cute.jit
     def _await_before(self):
         """Until the kernel before this one has ended: its statistics and zeros are there."""
@@ -159,7 +162,7 @@ class Queries:
         self._load_keys(tensors, shared, work)
         self._await_before()
         if cutlass.const_expr(is_ahead(self.config)):
-            number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
+            number = self.number(tensors, work)
             self.rounding.wait(tensors.turns, tensors.tiles, number)
             # The copy engine reads statistics that other blocks wrote by ordinary stores.
             cute.arch.fence_proxy("async.global")
@@ -169,7 +172,7 @@ class Queries:
     @cute.jit
     def rows_ahead(self, tensors: Globals, shared: Shared, work: Work, warp: Int32):
         """One of some warps: statistics of rows that a later block needs."""
-        number = tensors.tiles.rolling.number(work.block, work.kv_head, work.batch)
+        number = self.number(tensors, work)
         shared.added_ring.wait_empty(work.before)
         self.rounding.rows_ahead(tensors, number, warp, AHEAD_WARPS)
         cute.arch.fence_proxy("async.global")
@@ -275,10 +278,10 @@ class Queries:
         """Add a part of a step's dQ to the sum in global memory."""
         head, block = work.at(step)
         if cutlass.const_expr(self.rounding is not None):
-            tiles = tensors.tiles
-            number = tiles.rolling.number(work.block, work.kv_head, work.batch)
-            query = (head - work.kv_head * work.group, block, work.block)
-            target = self.rounding.sums(tensors.dq_sum, tiles, number, query)
+            query = (head - work.kv_head * work.group, block)
+            target = self.rounding.sums(
+                tensors.dq_sum, tensors.tiles, work.kv_head, work.batch, query
+            )
         else:
             tile = work.first_tile(tensors, self.config.block_q) + block
             target = tensors.dq_sum[tile, head, None]

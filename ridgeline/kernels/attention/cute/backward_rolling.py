@@ -71,14 +71,14 @@ class Rounding:
         return self.chunks() // WARPGROUP_THREADS
 
     @cute.jit
-    def sums(self, dq_sum: cute.Tensor, tiles: Tiles, number: Int32, query: tuple):
-        """The tile of dQ that a step of block `number` adds to; query: member of the group, block
-        of queries, block of keys."""
-        member, block, key_block = query
+    def sums(self, dq_sum: cute.Tensor, tiles: Tiles, kv_head: Int32, batch: Int32, query: tuple):
+        """The tile of dQ that a step adds to; query: member of the group, block of queries."""
+        member, block = query
         owner = block // self.parts
+        number = tiles.rolling.number(owner, kv_head, batch, DeviceInteger)
+        place = tiles.rolling.place(number, DeviceInteger)
         part = block - owner * self.parts
-        number = number + owner - key_block
-        return tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts))
+        return tile_of(dq_sum, tiles.rolling.tile(place, member, part, self.parts))
 
     @cute.jit
     def wait(self, ended, tiles: Tiles, number: Int32):
@@ -116,12 +116,13 @@ class Rounding:
     ):  # fmt: skip
         """One thread's chunk of a place (block number, member of the group)."""
         number, member = place
-        block, kv_head, batch = tiles.rolling.coordinates(number)
+        block, kv_head, batch = tiles.rolling.coordinates(number, DeviceInteger)
         quad, column = chunk // self.columns, chunk % self.columns
         atom, quad_in_atom = quad // ATOM_QUADS, quad % ATOM_QUADS
         atoms = self.block_q // ATOM_ROWS
         part, atom_in_tile = atom // atoms, atom % atoms
-        sums = tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts))
+        slot = tiles.rolling.place(number, DeviceInteger)
+        sums = tile_of(dq_sum, tiles.rolling.tile(slot, member, part, self.parts))
         start = (atom_in_tile * self.columns + column) * ATOM_QUADS * CHUNK
         run = run_of(sums, start + quad_in_atom * CHUNK, CHUNK)
         words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
@@ -142,7 +143,7 @@ class Rounding:
         them waits until this block has ended."""
         rolling = tensors.tiles.rolling
         target = number + self.lag + rolling.span
-        if target < rolling.number(Int32(0), Int32(0), tensors.num_batches):
+        if target < rolling.num_long():
             for member in cutlass.range(rolling.group, unroll=1):
                 lanes = lanes_of(self.traits.head_dim_v)
                 passes = self.rows * lanes // LANES
@@ -158,7 +159,7 @@ class Rounding:
     ):
         """One row of a place; `lanes_of` lanes together."""
         number, member = place
-        block, kv_head, batch = tiles.rolling.coordinates(number)
+        block, kv_head, batch = tiles.rolling.coordinates(number, DeviceInteger)
         query_block = block * self.parts + row // self.block_q
         row_in_tile = row % self.block_q
         if query_block < tiles.num_blocks:
@@ -177,31 +178,31 @@ class Rounding:
         """Before the main kernel where it makes statistics itself: those of the blocks that nobody
         makes, zeros in the ring's first round and for what blocks count."""
         thread, _, _ = cute.arch.thread_idx()
-        number, member, _ = cute.arch.block_idx()
+        place, member, _ = cute.arch.block_idx()
         places, _, _ = cute.arch.grid_dim()
+        number = tiles.rolling.owner(place, DeviceInteger)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_launch_dependents()
         for part in cutlass.range_constexpr(self.parts):
-            clear(tile_of(dq_sum, tiles.rolling.tile(number, member, part, self.parts)), thread)
-        if number < self.lag + tiles.rolling.span:
+            clear(tile_of(dq_sum, tiles.rolling.tile(place, member, part, self.parts)), thread)
+        early = number < self.lag + tiles.rolling.span
+        if early | (number >= tiles.rolling.num_long()):
             lanes = lanes_of(self.traits.head_dim_v)
             for row in cutlass.range(thread // lanes, self.rows, THREADS // lanes, unroll=1):
                 self._row(inputs, statistics, tiles, (number, member), row)
         words = turns.shape[0] * turns.shape[1]
         if member == 0:
-            for word in cutlass.range(number * THREADS + thread, words, places * THREADS, unroll=1):
+            for word in cutlass.range(place * THREADS + thread, words, places * THREADS, unroll=1):
                 row = word // turns.shape[1]
                 turns[row, word - row * turns.shape[1], 0] = Int32(0)
 
     @cute.kernel
     def last(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
-        """The last `lag` blocks, or all where there are fewer. mdQ [S, D, H, B]."""
+        """What the main kernel does not round. mdQ [S, D, H, B]."""
         thread, _, _ = cute.arch.thread_idx()
-        behind, member, _ = cute.arch.block_idx()
+        index, member, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_wait()
-        rolling = tiles.rolling
-        total = rolling.number(Int32(0), Int32(0), mdQ.shape[3])
-        place = (total - 1 - behind, member)
+        place = (tiles.rolling.first_left(self.lag, DeviceInteger) + index, member)
         for chunk in cutlass.range(thread, self.chunks(), THREADS, unroll=1):
             self._round(dq_sum, mdQ, tiles, scale, place, chunk, False)

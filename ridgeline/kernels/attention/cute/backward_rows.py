@@ -23,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ridgeline.kernels.attention.cute.forward import DeviceInteger
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
 from ridgeline.kernels.attention.cute.seqlens import Extent, Lengths, tokens_of
 from ridgeline.kernels.attention.cute.softmax import LOG2_E
@@ -149,10 +150,11 @@ class Rows:
         else:
             rolling, parts = tiles.rolling, self.block_k // self.block_q
             kv_head, owner = head // rolling.group, block // parts
-            number = rolling.number(owner, kv_head, batch)
-            if number < rolling.slots:
+            number = rolling.number(owner, kv_head, batch, DeviceInteger)
+            if (number < rolling.slots) | (number >= rolling.num_long()):
                 member, part = head - kv_head * rolling.group, block - owner * parts
-                clear(tile_of(dq_sum, rolling.tile(number, member, part, parts)), thread)
+                place = rolling.place(number, DeviceInteger)
+                clear(tile_of(dq_sum, rolling.tile(place, member, part, parts)), thread)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):

@@ -79,43 +79,91 @@ class Rolling:
     """The backward's fp32 dQ of a causal window in a ring of places, each for the rows of one block
     of keys (queries and keys are equally many).
 
-    Blocks of keys are numbered head by head, the first keys first, and start in that order. Block
-    n adds to the places of n to n + span, and then rounds and zeroes that of n - lag. When block
-    n begins to add, all blocks to n - lag have ended: then what it rounds is whole, as n - lag was
-    the last to add there, and what it adds to is zero, as the place's last owner, n + span - slots
-    at most, was rounded by n + span - slots + lag = n - lag.
+    Blocks of keys are numbered head by head, the first keys first, and start in that order; only
+    the last `span` blocks of each head, whose walks are shorter, come after all others and keep a
+    place each. Block n adds to the places of n to n + span of its head, and then rounds and zeroes
+    that of n - lag. When it begins to add, all blocks to n - lag have ended: then what it rounds is
+    whole, as n - lag was the last to add there, and what it adds to is zero, as the place's last
+    owner, n + span - slots at most, was rounded by n + span - slots + lag = n - lag.
     """
 
     num_key_blocks: Any
     """Of a head."""
+    long_blocks: Any
+    """Of them, those that are not among the last `span`."""
+    units: Any
+    """Key/value heads of all batches."""
     kv_heads: Any
     group: Any
     """Query heads of a key/value head."""
     slots: Any
-    """2 * lag + span."""
+    """Places of the ring: 2 * lag + span, or fewer where there are fewer blocks."""
     span: Any
     """Blocks of keys behind its own whose rows see a block's keys."""
 
-    def number(self, block: Any, kv_head: Any, batch: Any) -> Any:
-        return (batch * self.kv_heads + kv_head) * self.num_key_blocks + block
+    def num_long(self) -> Any:
+        return self.units * self.long_blocks
 
-    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
+    def total(self) -> Any:
+        return self.units * self.num_key_blocks
+
+    def number(self, block: Any, kv_head: Any, batch: Any, integer: Any = Integer) -> Any:
+        unit = batch * self.kv_heads + kv_head
+        short = self.num_long() + unit * (self.num_key_blocks - self.long_blocks)
+        long, short = unit * self.long_blocks + block, short + block - self.long_blocks
+        return integer.choose(block < self.long_blocks, long, short)
+
+    def coordinates(self, number: Any, integer: Any = Integer) -> tuple[Any, Any, Any]:
         """(block of keys, key/value head, batch) of a number."""
-        unit = number // self.num_key_blocks
+        long, behind = self.num_long(), number - self.num_long()
+        is_long = number < long
+        width = integer.choose(is_long, self.long_blocks, self.num_key_blocks - self.long_blocks)
+        inside = integer.choose(is_long, number, behind)
+        unit = inside // integer.maximum(width, 1)
         batch = unit // self.kv_heads
-        return number - unit * self.num_key_blocks, unit - batch * self.kv_heads, batch
+        block = inside - unit * width + integer.choose(is_long, 0, self.long_blocks)
+        return block, unit - batch * self.kv_heads, batch
 
-    def tile(self, number: Any, member: Any, part: Any, parts: int) -> Any:
-        """Where a tile of dQ lies: one of the parts of the rows of block `number`, of the group's
-        head `member`."""
-        slot = number - number // self.slots * self.slots
-        return (slot * self.group + member) * parts + part
+    def place(self, number: Any, integer: Any = Integer) -> Any:
+        ring = number - number // integer.maximum(self.slots, 1) * self.slots
+        return integer.choose(number < self.num_long(), ring, self.slots + number - self.num_long())
+
+    def tile(self, place: Any, member: Any, part: Any, parts: int) -> Any:
+        """Where a tile of dQ lies: one of the parts of a place, of the group's head `member`."""
+        return (place * self.group + member) * parts + part
+
+    def owners(self) -> Any:
+        """How many places there are, with those of the short blocks."""
+        return self.slots + self.total() - self.num_long()
+
+    def owner(self, place: Any, integer: Any = Integer) -> Any:
+        """The number of a place's first owner."""
+        return integer.choose(place < self.slots, place, place - self.slots + self.num_long())
 
     def ended(self, number: Any, lag: int, cluster: int, integer: Any = Integer) -> tuple:
         """Clusters [begin, end) of blocks that must have ended before block `number` adds."""
         begin = integer.maximum(number - lag - self.span, 0) // cluster
         end = integer.maximum(number - lag + cluster, 0) // cluster
         return begin, end
+
+    def rounds(self, number: Any, lag: int) -> Any:
+        """Whether block `number` rounds that of number - lag."""
+        return (number >= lag) & (number - lag < self.num_long())
+
+    def first_left(self, lag: int, integer: Any = Integer) -> Any:
+        """All numbers from this one on are rounded by nobody in the main kernel."""
+        return integer.maximum(integer.minimum(self.num_long(), self.total() - lag), 0)
+
+
+def rolling_of(
+    lengths: tuple[Any, Any], heads: tuple[Any, Any], lag: int, span: Any, integer: Any = Integer
+) -> Rolling:
+    """lengths: blocks of keys of a head, batches; heads: key/value heads, query heads of each."""
+    num_blocks, num_batches = lengths
+    units = heads[0] * num_batches
+    long_blocks = num_blocks - integer.minimum(span, num_blocks)
+    slots = integer.minimum(2 * lag + span, units * long_blocks)
+    return Rolling(num_blocks, long_blocks, units, heads[0], heads[1], slots, span)
 
 
 def rolling_span(window_left: Any, block_k: int) -> Any:
