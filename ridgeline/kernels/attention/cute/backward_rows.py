@@ -153,8 +153,8 @@ class Rows:
             number = rolling.number(owner, kv_head, batch, DeviceInteger)
             if (number < rolling.slots) | (number >= rolling.num_long()):
                 member, part = head - kv_head * rolling.group, block - owner * parts
-                place = rolling.place(number, DeviceInteger)
-                clear(tile_of(dq_sum, rolling.tile(place, member, part, parts)), thread)
+                slot = rolling.place(number, DeviceInteger)
+                clear(tile_of(dq_sum, rolling.tile(slot, member, part, parts)), thread)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
