@@ -68,6 +68,10 @@ RECORD_BARRIERS = 2 * RECORD_STAGES
 class Backward:
     """The kernels for one (traits, config); `__call__` is the host function that is compiled."""
 
+    rolling = False
+    overlapped = False
+    kv_stages = 1
+
     def __init__(self, traits: BackwardTraits, config: BackwardConfig):
         self.traits = traits
         self.config = config
