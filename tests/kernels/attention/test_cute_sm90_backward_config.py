@@ -117,8 +117,10 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
         ({"causal": True}, True),
         ({}, True),
         ({"varlen": True}, False),
-        ({"causal": True, "window_left": 9}, False),
+        ({"causal": True, "window_left": 9}, True),
+        ({"window_left": 9}, False),
         ({"causal": True, "varlen": True}, False),
+        ({"causal": True, "window_left": 9, "varlen": True}, False),
         ({"deterministic": True, "varlen": True}, False),
         ({"deterministic": True, "window_left": 9}, True),
         ({"head_dim": 64, "head_dim_v": 64, "causal": True}, False),
@@ -130,6 +132,33 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
     config = cfg.backward_config(replace(BASE, **change), H200)
     assert isinstance(config, cfg.BackwardConfig) and config.helpers == helped
     assert cfg.why_invalid(config, cfg.backward_traits(replace(BASE, **change))) is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "change", "persistent", "overlapped"),
+    [
+        (128, {"causal": True, "window_left": 9}, True, False),
+        (64, {"causal": True, "window_left": 9}, True, False),
+        (96, {"causal": True, "window_left": 9}, False, False),
+        (128, {"causal": True, "window_left": 9, "varlen": True}, False, False),
+        (128, {"causal": True, "window_left": 9, "seqused": True}, False, False),
+        (128, {"causal": True, "window_left": 9, "deterministic": True}, False, False),
+        (128, {"causal": True, "deterministic": True}, True, True),
+        (64, {"causal": True, "deterministic": True}, False, False),
+        (128, {"deterministic": True}, False, False),
+        (128, {"causal": True}, False, False),
+        (256, {"causal": True, "window_left": 9}, False, False),
+    ],
+)
+def test_persistent_blocks_where_they_measured_faster(
+    dim: int, change: dict, persistent: bool, overlapped: bool
+) -> None:
+    problem = replace(BASE, head_dim=dim, head_dim_v=dim, **change)
+    config, traits = cfg.backward_config(problem, H200), cfg.backward_traits(problem)
+    assert cfg.is_persistent(config) == persistent and cfg.is_overlapped(config) == overlapped
+    if isinstance(config, cfg.BackwardConfig):
+        assert cfg.why_invalid(config, traits) is None
+        assert config.persistent == (H200.num_units if persistent else 0)
 
 
 def test_variants_only_where_they_measured_faster() -> None:

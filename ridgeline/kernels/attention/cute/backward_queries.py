@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
-from ridgeline.kernels.attention.cute.backward_rolling import Rounding
+from ridgeline.kernels.attention.cute.backward_rolling import CHUNK, Rounding
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
@@ -76,9 +76,10 @@ class Queries:
                     if i < num_steps:
                         self._load_queries(tensors, shared, work, Int32(i))
         rolling = self.rounding is not None
-        number, behind = Int32(0), Int32(0)
+        number, behind, words, scale = Int32(0), Int32(0), None, scalars.softmax_scale
         if cutlass.const_expr(rolling):
             number = self.number(tensors, work)
+            words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
             rounds = tensors.tiles.rolling.rounds(number, self.config.rolling)
             behind = cutlass.select_(rounds, work.group * self.rounding.rounds(), Int32(0))
             self.rounding.wait(tensors.turns, tensors.tiles, number)
@@ -109,11 +110,16 @@ class Queries:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
             if cutlass.const_expr(rolling):
+                if (step > 0) & (step <= behind):
+                    self.rounding.leave(tensors, words, scale, number, step - 1)
                 if step < behind:
-                    self.rounding.round_some(tensors, scalars.softmax_scale, number, step)
+                    self.rounding.fetch(tensors, words, number, step)
         if cutlass.const_expr(rolling):
+            if (num_steps > 0) & (num_steps <= behind):
+                self.rounding.leave(tensors, words, scale, number, num_steps - 1)
             for i in cutlass.range(num_steps, behind, unroll=1):
-                self.rounding.round_some(tensors, scalars.softmax_scale, number, i)
+                self.rounding.fetch(tensors, words, number, i)
+                self.rounding.leave(tensors, words, scale, number, i)
             if cutlass.const_expr(is_ahead(self.config)):
                 shared.added_ring.wait_full(work.before)
                 release(shared.added_ring, work.before)

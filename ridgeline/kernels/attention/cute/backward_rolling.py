@@ -101,22 +101,33 @@ class Rounding:
         cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
 
     @cute.jit
-    def round_some(self, tensors, scale: Float32, number: Int32, index: Int32):
-        """A warpgroup: one chunk a thread of the block that lies `lag` behind."""
+    def fetch(self, tensors, words: cute.Tensor, number: Int32, index: Int32):
+        """A warpgroup: one chunk a thread of the block that lies `lag` behind, zeroed where it
+        was; `leave` rounds it, a step later, as its words take a microsecond to come."""
+        place, chunk = self._chunk_of(number, index)
+        run = self._run(tensors.dq_sum, tensors.tiles, place, chunk)
+        cute.autovec_copy(run, words)
+        zeros = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+        zeros.fill(0.0)
+        cute.autovec_copy(zeros, run)
+
+    @cute.jit
+    def leave(self, tensors, words: cute.Tensor, scale: Float32, number: Int32, index: Int32):
+        """The chunk that `fetch` brought, rounded, to the output."""
+        place, chunk = self._chunk_of(number, index)
+        self._store(words, tensors.mdQ, tensors.tiles, scale, place, chunk)
+
+    def _chunk_of(self, number: Int32, index: Int32):
+        """((block number, member of the group), chunk) of a thread of a warpgroup."""
         member = index // self.rounds()
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         chunk = (index - member * self.rounds()) * WARPGROUP_THREADS + thread
-        place = (number - self.lag, member)
-        self._round(tensors.dq_sum, tensors.mdQ, tensors.tiles, scale, place, chunk, True)
+        return (number - self.lag, member), chunk
 
     @cute.jit
-    def _round(
-        self, dq_sum: cute.Tensor, mdQ: cute.Tensor, tiles: Tiles, scale: Float32, place: tuple,
-        chunk: Int32, clear: cutlass.Constexpr[bool],
-    ):  # fmt: skip
-        """One thread's chunk of a place (block number, member of the group)."""
+    def _run(self, dq_sum: cute.Tensor, tiles: Tiles, place: tuple, chunk: Int32):
+        """Where a chunk of a place (block number, member of the group) lies."""
         number, member = place
-        block, kv_head, batch = tiles.rolling.coordinates(number, DeviceInteger)
         quad, column = chunk // self.columns, chunk % self.columns
         atom, quad_in_atom = quad // ATOM_QUADS, quad % ATOM_QUADS
         atoms = self.block_q // ATOM_ROWS
@@ -124,13 +135,17 @@ class Rounding:
         slot = tiles.rolling.place(number, DeviceInteger)
         sums = tile_of(dq_sum, tiles.rolling.tile(slot, member, part, self.parts))
         start = (atom_in_tile * self.columns + column) * ATOM_QUADS * CHUNK
-        run = run_of(sums, start + quad_in_atom * CHUNK, CHUNK)
-        words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
-        cute.autovec_copy(run, words)
-        if cutlass.const_expr(clear):
-            zeros = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
-            zeros.fill(0.0)
-            cute.autovec_copy(zeros, run)
+        return run_of(sums, start + quad_in_atom * CHUNK, CHUNK)
+
+    @cute.jit
+    def _store(
+        self, words: cute.Tensor, mdQ: cute.Tensor, tiles: Tiles, scale: Float32, place: tuple,
+        chunk: Int32,
+    ):  # fmt: skip
+        number, member = place
+        block, kv_head, batch = tiles.rolling.coordinates(number, DeviceInteger)
+        quad, column = chunk // self.columns, chunk % self.columns
+        atom, quad_in_atom = quad // ATOM_QUADS, quad % ATOM_QUADS
         extent = tiles.lengths.extent(batch)
         head = kv_head * tiles.rolling.group + member
         gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
@@ -205,4 +220,6 @@ class Rounding:
             cute.arch.griddepcontrol_wait()
         place = (tiles.rolling.first_left(self.lag, DeviceInteger) + index, member)
         for chunk in cutlass.range(thread, self.chunks(), THREADS, unroll=1):
-            self._round(dq_sum, mdQ, tiles, scale, place, chunk, False)
+            words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+            cute.autovec_copy(self._run(dq_sum, tiles, place, chunk), words)
+            self._store(words, mdQ, tiles, scale, place, chunk)
