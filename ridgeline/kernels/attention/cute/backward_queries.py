@@ -79,7 +79,7 @@ class Queries:
         number, behind, words, scale = Int32(0), Int32(0), None, scalars.softmax_scale
         if cutlass.const_expr(rolling):
             number = self.number(tensors, work)
-            words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+            words = cute.make_rmem_tensor(cute.make_layout(CHUNK // 2), Float32)
             rounds = tensors.tiles.rolling.rounds(number, self.config.rolling)
             behind = cutlass.select_(rounds, work.group * self.rounding.rounds(), Int32(0))
             self.rounding.wait(tensors.turns, tensors.tiles, number)

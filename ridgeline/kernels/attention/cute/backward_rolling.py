@@ -67,8 +67,8 @@ class Rounding:
         return self.rows // ATOM_ROWS * ATOM_QUADS * self.columns
 
     def rounds(self) -> int:
-        """Chunks of a place and head for each thread of a warpgroup."""
-        return self.chunks() // WARPGROUP_THREADS
+        """Half chunks of a place and head for each thread of a warpgroup."""
+        return 2 * self.chunks() // WARPGROUP_THREADS
 
     @cute.jit
     def sums(self, dq_sum: cute.Tensor, tiles: Tiles, kv_head: Int32, batch: Int32, query: tuple):
@@ -102,27 +102,37 @@ class Rounding:
 
     @cute.jit
     def fetch(self, tensors, words: cute.Tensor, number: Int32, index: Int32):
-        """A warpgroup: one chunk a thread of the block that lies `lag` behind, zeroed where it
-        was; `leave` rounds it, a step later, as its words take a microsecond to come."""
-        place, chunk = self._chunk_of(number, index)
+        """A warpgroup: half a chunk a thread of the block that lies `lag` behind, zeroed where it
+        was with the second half; `leave` rounds it, a step later, as its words take a microsecond
+        to come."""
+        place, chunk, half = self._chunk_of(number, index)
         run = self._run(tensors.dq_sum, tensors.tiles, place, chunk)
-        cute.autovec_copy(run, words)
-        zeros = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
-        zeros.fill(0.0)
-        cute.autovec_copy(zeros, run)
+        for pair in cutlass.range_constexpr(CHUNK // 4):
+            target = cute.make_tensor(words.iterator + 2 * pair, cute.make_layout(2))
+            cute.autovec_copy(cute.local_tile(run, (2,), (2 * pair + half,)), target)
+        if half == 1:
+            zeros = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+            zeros.fill(0.0)
+            cute.autovec_copy(zeros, run)
 
     @cute.jit
     def leave(self, tensors, words: cute.Tensor, scale: Float32, number: Int32, index: Int32):
-        """The chunk that `fetch` brought, rounded, to the output."""
-        place, chunk = self._chunk_of(number, index)
-        self._store(words, tensors.mdQ, tensors.tiles, scale, place, chunk)
+        """What `fetch` brought, rounded, to the output: 8 columns of a row."""
+        place, chunk, half = self._chunk_of(number, index)
+        gdQ, row, column = self._target(tensors.mdQ, tensors.tiles, place, chunk)
+        query = row[0] + 8 * half
+        if (query < row[1]) & (column * VECTOR < gdQ.shape[1]):
+            narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), gdQ.element_type)
+            for e in cutlass.range_constexpr(VECTOR):
+                narrow[e] = (words[e] * scale).to(gdQ.element_type)
+            cute.autovec_copy(narrow, run_of(gdQ[query, None], column * VECTOR, VECTOR))
 
     def _chunk_of(self, number: Int32, index: Int32):
-        """((block number, member of the group), chunk) of a thread of a warpgroup."""
+        """((block number, member of the group), chunk, half) of a thread of a warpgroup."""
         member = index // self.rounds()
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        chunk = (index - member * self.rounds()) * WARPGROUP_THREADS + thread
-        return (number - self.lag, member), chunk
+        chunk = (index - member * self.rounds()) // 2 * WARPGROUP_THREADS + thread
+        return (number - self.lag, member), chunk, index % 2
 
     @cute.jit
     def _run(self, dq_sum: cute.Tensor, tiles: Tiles, place: tuple, chunk: Int32):
@@ -138,10 +148,8 @@ class Rounding:
         return run_of(sums, start + quad_in_atom * CHUNK, CHUNK)
 
     @cute.jit
-    def _store(
-        self, words: cute.Tensor, mdQ: cute.Tensor, tiles: Tiles, scale: Float32, place: tuple,
-        chunk: Int32,
-    ):  # fmt: skip
+    def _target(self, mdQ: cute.Tensor, tiles: Tiles, place: tuple, chunk: Int32):
+        """(dQ of a head, (first of a chunk's two rows, how many rows there are), column of 8)."""
         number, member = place
         block, kv_head, batch = tiles.rolling.coordinates(number, DeviceInteger)
         quad, column = chunk // self.columns, chunk % self.columns
@@ -150,7 +158,7 @@ class Rounding:
         head = kv_head * tiles.rolling.group + member
         gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
         row = block * self.rows + atom * ATOM_ROWS + quad_in_atom // 8 * 16 + quad_in_atom % 8
-        store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
+        return gdQ, (row, extent.seqlen_q), column
 
     @cute.jit
     def rows_ahead(self, tensors, number: Int32, warp: Int32, num_warps: cutlass.Constexpr[int]):
@@ -222,4 +230,5 @@ class Rounding:
         for chunk in cutlass.range(thread, self.chunks(), THREADS, unroll=1):
             words = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
             cute.autovec_copy(self._run(dq_sum, tiles, place, chunk), words)
-            self._store(words, mdQ, tiles, scale, place, chunk)
+            gdQ, row, column = self._target(mdQ, tiles, place, chunk)
+            store_rounded(words, gdQ, row, column, scale)
