@@ -3,14 +3,14 @@
     RIDGELINE_UNVERIFIED=1 python benchmarks/kernels/attention/verify_hopper.py --group single
 
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
-first: narrow (what runs by default), turn (deterministic variants), single and pair (backward by
-roles: one block of threads, two), softcap, deterministic, turned_windows (deterministic windows),
-packed_wide and used_backward (sequences that end early), far (scores far below zero), repeats, tune
-(times variants; prints, writes nothing), host (microseconds of the host a call, and where they go;
-prints); those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared
-with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with
-ok, BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last line
-is JSON.
+first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
+several heads), single and pair (backward by roles: one block of threads, two), softcap,
+deterministic, turned_windows (deterministic windows), packed_wide and used_backward (sequences that
+end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing),
+host (microseconds of the host a call, and where they go; prints); those of the forward over caches
+are in verify_hopper_cached.py. Every gradient is compared with the fp64 reference: error <= 2 x
+PyTorch's in the same dtype + one rounding. Lines begin with ok,
+BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON.
 """
 
 from __future__ import annotations
