@@ -38,8 +38,8 @@ H200 = arches.KNOWN["sm90"]
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors asked for on the GPU are made on the CPU; random ones are zeros, which cost no
-    time."""
+    """Tensors asked for on the GPU are made on the CPU; random and filled ones are zeros, which
+    cost no time."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -50,8 +50,10 @@ class OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.to:
             args = tuple("cpu" if _is_cuda(x) else x for x in args)
-        elif func in (torch.randn, torch.rand) and on_gpu:
+        elif on_gpu and func in (torch.randn, torch.rand):
             func = torch.zeros
+        elif on_gpu and func is torch.full and isinstance(args[1], float):
+            func, args = torch.zeros, args[:1]
         return func(*args, **kwargs)
 
 
