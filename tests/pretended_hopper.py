@@ -52,6 +52,8 @@ class OnCpu(TorchFunctionMode):
             args = tuple("cpu" if _is_cuda(x) else x for x in args)
         elif on_gpu and func in (torch.randn, torch.rand):
             func = torch.zeros
+        elif func is torch.randn_like:
+            func = torch.zeros_like
         elif on_gpu and func is torch.full and isinstance(args[1], float):
             func, args = torch.zeros, args[:1]
         return func(*args, **kwargs)
@@ -149,6 +151,7 @@ def _pretend_torch() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.backends.cudnn.version = lambda: 91900
     for name in ("synchronize", "empty_cache", "manual_seed_all", "set_device"):
         setattr(torch.cuda, name, nothing)
     for name in ("Stream", "Event", "CUDAGraph", "stream", "graph", "device"):
