@@ -33,13 +33,19 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whole: bool
+) -> torch.Tensor:
     """Zeros; on a CPU memory that is taken page by page as it is first written (NumPy callocs), so
-    that a server starts at once and a large cache costs what is used of it."""
+    that an engine starts at once and a large cache costs what is used of it. whole: all of it now,
+    so that it grows no more."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+    made = torch.from_numpy(np.zeros(count, dtype=np.uint8))
+    if whole:
+        made.zero_()
+    return made.view(dtype).view(shape)
 
 
 class PagedKV:
@@ -54,11 +60,12 @@ class PagedKV:
         kv_heads: int,
         dtype: torch.dtype,
         device: torch.device,
+        whole: bool = False,
     ) -> None:
         self.num_pages, self.page_tokens, self.dtype = num_pages, page_tokens, dtype
         shape = (config.num_layers, num_pages + 1, page_tokens, kv_heads, config.head_dim)
-        self.k = _zeros(shape, dtype, device)
-        self.v = _zeros(shape, dtype, device)
+        self.k = _zeros(shape, dtype, device, whole)
+        self.v = _zeros(shape, dtype, device, whole)
         self.k_scale = self.v_scale = None
         if dtype == FP8:
             self.k_scale = torch.ones(shape[:-1], dtype=torch.float32, device=device)
