@@ -15,6 +15,7 @@ traffic.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ def _zeros(
     count = math.prod(shape) * dtype.itemsize
     made = torch.from_numpy(np.zeros(count, dtype=np.uint8))
     if whole:
-        made.zero_()
+        made[:: mmap.PAGESIZE].zero_()
     return made.view(dtype).view(shape)
 
 

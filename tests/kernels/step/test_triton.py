@@ -130,9 +130,9 @@ ATTENDED = {
     "a window": ([100, 17, 21], 4, 4, 96, 16, 20, False, (16, 3, 0)),
     "several tiles a split": ([300], 9, 3, 64, 64, None, False, (32, 2, 0)),
     "one split": ([90], 4, 2, 128, 32, None, False, (32, 1, 0)),
-    "near": ([1, 2, 16, 17, 18, 33], 8, 2, 128, 16, None, True, (16, 4, 16)),
-    "near and far": ([65, 66, 49, 200], 6, 3, 64, 32, None, False, (32, 4, 16)),
-    "near, by a window": ([100, 17, 21], 4, 4, 96, 16, 20, True, (16, 4, 32)),
+    "near": ([1, 17, 18], 4, 2, 128, 16, None, True, (16, 4, 16)),
+    "near and far": ([65, 66], 3, 1, 64, 32, None, False, (32, 2, 16)),
+    "near, by a window": ([100, 17], 2, 2, 96, 16, 20, True, (16, 2, 16)),
 }
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 
