@@ -382,8 +382,9 @@ class LLM:
             kv_heads=weights.kv_heads,
             dtype=kv_dtype_of(self.config, weights.dtype, weights.device),
             device=weights.device,
-            whole=self.config.whole_cache,
         )
+        if self.config.whole_cache:
+            cache.take_memory()
         return Runner(
             weights,
             cache,

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ridgeline.engine.populate import populate
 from ridgeline.kernels.attention import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -34,19 +36,13 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 
-def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whole: bool
-) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU memory that is taken page by page as it is first written (NumPy callocs), so
-    that an engine starts at once and a large cache costs what is used of it. whole: all of it now,
-    so that it grows no more."""
+    that an engine starts at once and a large cache costs what is used of it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
-    made = torch.from_numpy(np.zeros(count, dtype=np.uint8))
-    if whole:
-        made[:: mmap.PAGESIZE].zero_()
-    return made.view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class PagedKV:
@@ -61,12 +57,11 @@ class PagedKV:
         kv_heads: int,
         dtype: torch.dtype,
         device: torch.device,
-        whole: bool = False,
     ) -> None:
         self.num_pages, self.page_tokens, self.dtype = num_pages, page_tokens, dtype
         shape = (config.num_layers, num_pages + 1, page_tokens, kv_heads, config.head_dim)
-        self.k = _zeros(shape, dtype, device, whole)
-        self.v = _zeros(shape, dtype, device, whole)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
         self.k_scale = self.v_scale = None
         if dtype == FP8:
             self.k_scale = torch.ones(shape[:-1], dtype=torch.float32, device=device)
@@ -75,6 +70,22 @@ class PagedKV:
         self.flat_v = [layer.flatten(0, 1) for layer in self.v]
         self.flat_k_scale = [] if self.k_scale is None else [x.flatten(0, 1) for x in self.k_scale]
         self.flat_v_scale = [] if self.v_scale is None else [x.flatten(0, 1) for x in self.v_scale]
+
+    def take_memory(self) -> threading.Thread | None:
+        """Have all of the cache's memory now, not as it is first written, so that the process grows
+        no more; beside what runs where the system can (the thread that does it), else at once."""
+        if self.k.device.type != "cpu":
+            return None
+        sizes = [(t.data_ptr(), t.numel() * t.element_size()) for t in (self.k, self.v)]
+        if populate(*sizes[0], most=mmap.PAGESIZE):
+            work = threading.Thread(
+                target=lambda: [populate(*size) for size in sizes], name="cache", daemon=True
+            )
+            work.start()
+            return work
+        for tensor in (self.k, self.v):  # nothing is in it yet
+            tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].zero_()
+        return None
 
     def append(
         self, layer: int, slots_P: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor
