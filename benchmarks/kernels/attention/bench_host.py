@@ -95,6 +95,8 @@ def public_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.
     one = torch.tensor([0, SHAPE[1]], dtype=torch.int32, device=q.device)
     used = torch.full(SHAPE[:1], SHAPE[1], dtype=torch.int32, device=q.device)
     packed = [x[0] for x in (q, k, v)]
+    pages = [x[0].unflatten(0, (-1, 64)) for x in (k, v)]
+    table = torch.arange(SHAPE[1] // 64, dtype=torch.int32, device=q.device)[None]
     kept = flash_attn_func(*leaves, causal=True)
     assert isinstance(kept, torch.Tensor)
 
@@ -112,8 +114,8 @@ def public_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(
             *packed, one, one, SHAPE[1], SHAPE[1], causal=True
         ),
-        "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(
-            q[:, :1], k, v, cache_seqlens=used, causal=True
+        "flash_attn_with_kvcache, pages": lambda: flash_attn_with_kvcache(
+            q[:, :1], *pages, cache_seqlens=used, block_table=table, causal=True
         ),
     }
 
