@@ -72,9 +72,9 @@ def attention(a: Arguments, numbers: tuple[Any, ...] | None = None) -> Pair:
 
     numbers: those that `known` is asked with, for a call without optional tensors.
     """
+    if torch.compiler.is_compiling() or not eager(_tensors_of(a)):
+        return attention_op(*[getattr(a, name) for name in _FIELDS])
     tensors = _tensors_of(a)
-    if not eager(tensors):
-        return attention_op(*tensors, *_numbers_of(a))
     if numbers is None:
         kind = kind_of(a)
     else:
