@@ -5,11 +5,11 @@
     taskset -c 4,5 python ... --device cuda --results benchmarks/results/h200
 
 On `cpu` the machine pretends to be an H200 and a kernel is a function of TVM-FFI that returns at
-once: all is there but the driver and the GPU. On `cuda` the problem is so small that the GPU waits
-for the host. Every part is timed in turns, several calls back to back; medians and minima over the
-turns. Pin it to cores that nobody else uses: a busy neighbour doubles everything. The first call of
-a process, with the kernels in the cache, is timed in processes of its own (`--first 0`: not). The
-last line is JSON.
+once: all is there but the driver, the GPU and calls whose lengths a CPU would look at, and the time
+is the thread's own. On `cuda` the problem is so small that the GPU waits for the host. Every part
+is timed in turns, several calls back to back; medians and minima over the turns. Pin it to cores
+that nobody else uses: a busy neighbour doubles everything. The first call of a process, with the
+kernels in the cache, is timed in processes of its own (`--first 0`: not). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -104,20 +104,22 @@ def public_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.
         made = flash_attn_func(*leaves, causal=True)
         return torch.autograd.grad(made, leaves, dout)
 
-    return {
+    parts: Parts = {
         "flash_attn_func": lambda: flash_attn_func(q, k, v, causal=True),
         "flash_attn_func, differentiable": lambda: flash_attn_func(*leaves, causal=True),
         "its backward by autograd": lambda: torch.autograd.grad(
             kept, leaves, dout, retain_graph=True
         ),
         "flash_attn_func and its gradients": trained,
-        "flash_attn_varlen_func": lambda: flash_attn_varlen_func(
-            *packed, one, one, SHAPE[1], SHAPE[1], causal=True
-        ),
-        "flash_attn_with_kvcache, pages": lambda: flash_attn_with_kvcache(
-            q[:, :1], *pages, cache_seqlens=used, block_table=table, causal=True
-        ),
     }
+    if q.is_cuda:  # on a CPU the values of lengths are looked at
+        parts["flash_attn_varlen_func"] = lambda: flash_attn_varlen_func(
+            *packed, one, one, SHAPE[1], SHAPE[1], causal=True
+        )
+        parts["flash_attn_with_kvcache, pages"] = lambda: flash_attn_with_kvcache(
+            q[:, :1], *pages, cache_seqlens=used, block_table=table, causal=True
+        )
+    return parts
 
 
 def comparison(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Parts:
@@ -159,17 +161,18 @@ def launch_of(run: Callable[[], object]) -> Callable[[], object]:
 
 def measure(parts: Parts, rounds: int, count: int = 20) -> dict[str, list[float]]:
     """Microseconds a call of each part, a number a turn."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    cuda = torch.cuda.is_available()
+    wait, clock = (torch.cuda.synchronize, time.perf_counter) if cuda else (int, time.thread_time)
     for run in parts.values():
         run()
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(rounds):
         for name, run in parts.items():
             wait()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(count):
                 run()
-            found[name].append((time.perf_counter() - start) / count * 1e6)
+            found[name].append((clock() - start) / count * 1e6)
     wait()
     return found
 

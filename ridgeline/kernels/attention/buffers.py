@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch._C._dynamo import guards
 
 Make = Callable[[], torch.Tensor]
 
@@ -21,7 +22,7 @@ def maker(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None 
         strides.append(step)
         step *= max(size, 1)
     dtype = dtype or like.dtype
-    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{like.device.type}", None)
+    quick = getattr(guards, f"_empty_strided_{like.device.type}", None)
     if quick is None:
         return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=like.device)
     return functools.partial(quick, tuple(shape), tuple(reversed(strides)), dtype)

@@ -79,7 +79,7 @@ def attention(a: Arguments, numbers: tuple[Any, ...] | None = None) -> Pair:
         kind = kind_of(a)
     else:
         tensors = tensors[:3]
-        kind = _learn(a, _plain_key(*tensors, numbers, a.needs_grad), prepared=True)
+        kind = _learn(a, _plain_key(a.q, a.k, a.v, numbers, a.needs_grad), prepared=True)
     if a.needs_grad:
         return _Attention.apply(kind, *tensors)
     with torch.no_grad():
