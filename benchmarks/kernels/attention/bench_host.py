@@ -181,6 +181,8 @@ def first_call(device: str) -> dict[str, float]:
     """Milliseconds of the first call in this process, and of its parts, with a CUDA context there
     and the kernels in the cache."""
     q, k, v = (torch.randn(SHAPE, device=device).bfloat16() for _ in range(3))
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    torch.autograd.grad(leaf * 2, leaf, torch.ones_like(leaf))  # PyTorch imports for a second
     (q[0, 0] @ k[0, 0].T).sum().item()
     times, start = {}, time.perf_counter()
     importlib.import_module(CUTE)
