@@ -51,30 +51,30 @@ class Call:
     unverified: bool = False
 
 
-def _number(name: str, *values: Any) -> st.SearchStrategy[tuple[str, Any]]:
-    return st.tuples(st.just(name), st.sampled_from(values))
-
-
+VALUES: dict[str, tuple[Any, ...]] = {
+    "batch": (2, 1),
+    "seqlens": ((64, 64), (3, 300), (129, 1)),
+    "heads": ((4, 2), (4, 2), (3, 3), (4, 1), (3, 2)),
+    "dims": ((64, 64), (128, 128), (192, 128), (256, 256), (20, 20)),
+    "dtype": (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32),
+    "layout": ("dense", "transposed", "sliced", "broadcast", "odd"),
+    "gradient": ("none", "out", "expanded", "lse", "both"),
+    "extra": ("none", "none", "none", "sinks", "used", "packed"),
+    "override": (None, None, None, "triton", "cute_sm90"),
+    "unverified": (False, True),
+}
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "causal": (False, True),
+    "window_size": ((-1, -1), (-1, -1), (-1, -1), (7, 0), (None, 5), (-2, 0)),
+    "softcap": (0.0, 0.0, 15.0),
+    "softmax_scale": (None, 0.3),
+    "deterministic": (False, True),
+    "impl": (None, None, None, "cute_sm90", "triton"),
+}
 CALLS = st.builds(
     Call,
-    batch=st.sampled_from((1, 2)),
-    seqlens=st.sampled_from(((64, 64), (3, 300), (129, 1))),
-    heads=st.sampled_from(((4, 2), (3, 3), (3, 2))),
-    dims=st.sampled_from(((64, 64), (128, 128), (192, 128), (256, 256), (20, 20))),
-    dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
-    layout=st.sampled_from(("dense", "transposed", "sliced", "broadcast", "odd")),
-    gradient=st.sampled_from(("none", "out", "expanded", "lse", "both")),
-    numbers=st.tuples(
-        _number("causal", False, True),
-        _number("window_size", (-1, -1), (7, 0), (None, 5), (-2, 0)),
-        _number("softcap", 0.0, 0.0, 15.0),
-        _number("softmax_scale", None, 0.3),
-        _number("deterministic", False, True),
-        _number("impl", None, None, "cute_sm90", "triton"),
-    ),
-    extra=st.sampled_from(("none", "none", "sinks", "used", "packed")),
-    override=st.sampled_from((None, None, "triton", "cute_sm90")),
-    unverified=st.booleans(),
+    **{name: st.sampled_from(values) for name, values in VALUES.items()},
+    numbers=st.tuples(*[st.tuples(st.just(n), st.sampled_from(v)) for n, v in NUMBERS.items()]),
 )
 
 
@@ -196,19 +196,47 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made.forget()
 
 
-@given(pool=st.lists(CALLS, min_size=1, max_size=3), order=st.lists(st.integers(0, 2), max_size=6))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_sequence_of_calls_is_as_if_each_were_the_first(
-    machine: Machine, pool: list[Call], order: list[int]
-) -> None:
-    sequence = [pool[index % len(pool)] for index in [0, 0, *order]]
+def _with(call: Call, name: str, value: Any) -> Call:
+    if name in VALUES:
+        return replace(call, **{name: value})
+    return replace(call, numbers=tuple((n, value if n == name else v) for n, v in call.numbers))
+
+
+def _value(call: Call, name: str) -> Any:
+    return getattr(call, name) if name in VALUES else dict(call.numbers)[name]
+
+
+def _check(machine: Machine, calls_made: list[Call], sequence: list[int]) -> None:
     alone = []
-    for call in sequence:
+    for call in calls_made:
         machine.forget()
         alone.append(machine.said(call))
     machine.forget()
-    for call, want in zip(sequence, alone, strict=True):
-        assert machine.said(call) == want
+    for index in sequence:
+        assert machine.said(calls_made[index]) == alone[index]
+
+
+@pytest.mark.parametrize("gradient", ["none", "out"])
+@pytest.mark.parametrize("name", [*VALUES, *NUMBERS])
+def test_no_difference_of_calls_is_overlooked(machine: Machine, name: str, gradient: str) -> None:
+    usual = Call(gradient=gradient, numbers=tuple((n, v[0]) for n, v in NUMBERS.items()))
+    values = dict.fromkeys((VALUES | NUMBERS)[name])
+    made = [_with(usual, name, value) for value in values]
+    _check(machine, made, [*range(len(made)), *range(len(made))])
+
+
+_DIFFERENCES = st.tuples(CALLS, st.sampled_from([*VALUES, *NUMBERS]))
+
+
+@given(base=CALLS, others=st.lists(_DIFFERENCES, min_size=2, max_size=4), order=st.randoms())
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_sequence_of_calls_is_as_if_each_were_the_first(
+    machine: Machine, base: Call, others: list[tuple[Call, str]], order: Any
+) -> None:
+    pool = [base, *(_with(base, name, _value(other, name)) for other, name in others)]
+    sequence = list(range(len(pool))) * 2
+    order.shuffle(sequence)
+    _check(machine, pool, sequence)
 
 
 def test_switches_are_honoured_between_calls(machine: Machine) -> None:
