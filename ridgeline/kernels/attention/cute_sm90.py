@@ -33,7 +33,6 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     backward_config,
     backward_traits,
     counts,
-    dq_tiles,
     run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -425,14 +424,11 @@ def _plan(
             **common,
         )
     config = backward_config(problem, arch)
-    num_tiles, num_sums = (
-        problem.batch * -(-problem.seqlen_q // config.block_q),
-        dq_tiles(problem, config),
-    )
+    num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
     if problem.varlen:
-        num_tiles = num_sums = q.shape[0] // config.block_q + problem.batch
+        num_tiles = q.shape[0] // config.block_q + problem.batch
     counted = counts(config, deterministic)
-    tiles, sums = (num_tiles, problem.heads), (num_sums, problem.heads)
+    tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     # Rows behind a sequence's end belong to no tile.
     make_gradient = zero_maker if problem.varlen or problem.seqused else maker
@@ -444,7 +440,7 @@ def _plan(
         dk=make_gradient(q, k.shape),
         dv=make_gradient(q, v.shape),
         statistics=maker(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
-        dq_sum=maker(q, (*sums, config.block_q * padded(problem.head_dim)), torch.float32),
+        dq_sum=maker(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
         turns=maker(q, (num_tiles + 1, problem.heads, 1), torch.int32) if counted else None,
         together=int(run_together(problem, config, arch)),
         **common,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from ridgeline.core.arch import Arch
 from ridgeline.core.dtypes import itemsize_bytes
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
-from ridgeline.kernels.attention.cute.blocks import rolling_of, rolling_span
 from ridgeline.kernels.attention.cute_sm90_config import (
     BARRIER_BYTES,
     SHARED_MEMORY_BYTES,
@@ -37,8 +36,6 @@ ORDERED_HEADS = 4
 463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
 HELPER_REGISTERS = 24
 """A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
-ROLLING_CLUSTER = 16
-"""Blocks of keys whose ends are counted together."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -99,14 +96,6 @@ class BackwardConfig:
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
-    helper_registers: int = HELPER_REGISTERS
-    """Registers a thread of that fourth warpgroup."""
-    rolling: int = 0
-    """fp32 dQ in a ring in L2 that the main kernel rounds, so many blocks of keys behind its own;
-    0: all of it, rounded by a kernel after it. Of a causal window with as many queries as keys."""
-    rows_ahead: bool = False
-    """With a ring and persistent: what the backward needs of each row is made by the main kernel's
-    idle warps, not by a kernel before it."""
     overlapped: bool = False
     """The main kernel's blocks start while the kernel before it ends, and those of the kernel after
     it while it ends."""
@@ -114,24 +103,11 @@ class BackwardConfig:
     """Blocks of threads, one a multiprocessor, each of which takes one block of keys after the
     other and loads the next one's K, V, Q and dO while it stores dK and dV; 0: as many as blocks of
     keys."""
-    leave_early: bool = False
-    """A block of threads ends when its dK and dV have left shared memory, not when they are
-    written."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
     """Keys of a block of threads, or of a pair of them."""
     return KEYS * config.num_warpgroups
-
-
-def is_rolling(config: BackwardConfig | RolesConfig) -> bool:
-    """Whether fp32 dQ lies in a ring."""
-    return isinstance(config, BackwardConfig) and config.rolling > 0
-
-
-def is_ahead(config: BackwardConfig | RolesConfig) -> bool:
-    """Whether the main kernel makes the rows' statistics."""
-    return isinstance(config, BackwardConfig) and config.rows_ahead
 
 
 def is_persistent(config: BackwardConfig | RolesConfig) -> bool:
@@ -140,8 +116,8 @@ def is_persistent(config: BackwardConfig | RolesConfig) -> bool:
 
 
 def counts(config: BackwardConfig | RolesConfig, deterministic: bool) -> bool:
-    """Whether blocks count something in global memory: turns, ends, or their work."""
-    return deterministic or is_rolling(config) or is_persistent(config)
+    """Whether blocks count something in global memory: turns, or their work."""
+    return deterministic or is_persistent(config)
 
 
 def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
@@ -175,7 +151,7 @@ def registers(config: BackwardConfig) -> tuple[int, int]:
     warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    left = at_launch * warpgroups - other - (config.helper_registers if config.helpers else 0)
+    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
     return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
@@ -202,13 +178,10 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     narrow = columns < traits.head_dim and columns % 64
     if rows % KEYS or narrow:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
-    for name in ("other_registers", "helper_registers"):
-        if (value := getattr(config, name)) % 8:
-            return f"{name} must be a multiple of 8, got {value}"
+    if config.other_registers % 8:
+        return f"other_registers must be a multiple of 8, got {config.other_registers}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
-    if (why := _why_not_rolling(config, traits)) is not None:
-        return why
     if (why := _why_not_persistent(config, traits)) is not None:
         return why
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
@@ -228,33 +201,6 @@ def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str |
     if traits.deterministic and not (traits.has_left or traits.has_right):
         return "persistent in turns needs a mask: without one a block may wait for a later one"
     return None
-
-
-def _why_not_rolling(config: BackwardConfig, traits: BackwardTraits) -> str | None:
-    """Why dQ cannot lie in a ring, or None where it can or need not."""
-    if config.rows_ahead and not (config.rolling and config.persistent):
-        return "rows_ahead needs rolling and persistent"
-    if not config.rolling:
-        return None
-    if config.rolling < ROLLING_CLUSTER:
-        return f"rolling must be at least {ROLLING_CLUSTER}, got {config.rolling}"
-    if not (traits.has_left and traits.has_right) or traits.has_tails:
-        return "rolling needs a window of dense sequences"
-    if traits.deterministic or config.dq_bulk or config.num_warpgroups != 2:
-        return "rolling needs plain additions of two warpgroups' dQ: no turns, no dq_bulk"
-    return None
-
-
-def dq_tiles(problem: AttentionProblem, config: BackwardConfig | RolesConfig) -> int:
-    """Tiles [block_q, D] of fp32 dQ for each query head, the B and blocks of it together."""
-    whole = problem.batch * -(-problem.seqlen_q // config.block_q)
-    if not isinstance(config, BackwardConfig) or not config.rolling:
-        return whole
-    block_k = keys_per_block(config)
-    span = rolling_span(problem.window_left or 0, block_k)
-    lengths, heads = (-(-problem.seqlen_k // block_k), problem.batch), (problem.kv_heads, 1)
-    places = rolling_of(lengths, heads, config.rolling, span).owners()
-    return -(-places * block_k // config.block_q // problem.kv_heads)
 
 
 def backward_traits(problem: AttentionProblem) -> BackwardTraits:

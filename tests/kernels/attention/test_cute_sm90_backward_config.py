@@ -192,49 +192,22 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
         assert at_launch - 16 < other + 2 * keys + helpers <= at_launch
 
 
-WINDOW = replace(BASE, causal=True, window_left=1023, seqlen_q=16384, seqlen_k=16384)
-RING = {"rolling": 160, "helpers": True, "other_registers": 72, "persistent": 132}
-
-
 @pytest.mark.parametrize(
     ("change", "problem", "why"),
     [
         ({}, {}, None),
-        ({"rows_ahead": True}, {}, None),
-        ({"persistent": 0, "helpers": False}, {}, None),
-        ({"rolling": 8}, {}, "rolling must be at least"),
-        ({}, {"window_left": None}, "rolling needs a window"),
-        ({}, {"causal": False}, "rolling needs a window"),
-        ({}, {"seqused": True}, "rolling needs a window"),
-        ({}, {"deterministic": True}, "rolling needs plain additions"),
+        ({}, {"deterministic": True}, None),
         ({"helpers": False}, {}, "persistent needs helpers"),
-        ({"rolling": 0}, {"varlen": True}, "persistent needs helpers and dense"),
-        ({"rolling": 0}, {"deterministic": True}, None),
-        (
-            {"rolling": 0},
-            {"deterministic": True, "causal": False, "window_left": None},
-            "persistent in turns",
-        ),
-        ({"persistent": 0, "rows_ahead": True}, {}, "rows_ahead needs"),
-        ({"persistent": 0, "rolling": 0, "rows_ahead": True}, {}, "rows_ahead needs"),
+        ({}, {"varlen": True}, "persistent needs helpers and dense"),
+        ({}, {"seqused": True}, "persistent needs helpers and dense"),
+        ({}, {"deterministic": True, "causal": False}, "persistent in turns"),
+        ({"stages": 4}, {}, "shared memory"),
     ],
 )
-def test_rings_and_persistent_blocks_only_where_they_are_right(
+def test_persistent_blocks_only_where_they_are_right(
     change: dict, problem: dict, why: str | None
 ) -> None:
-    traits = cfg.backward_traits(replace(WINDOW, **problem))
-    config = cfg.BackwardConfig(block_q=64, dq_parts=2, **{**RING, **change})
-    found = cfg.why_invalid(config, traits)
+    traits = cfg.backward_traits(replace(BASE, **{"causal": True, **problem}))
+    tile = {"helpers": True, "other_registers": 72, "persistent": 132, **change}
+    found = cfg.why_invalid(cfg.BackwardConfig(block_q=64, dq_parts=2, **tile), traits)
     assert (found is None) if why is None else (why in (found or ""))
-
-
-def test_a_ring_takes_less_memory_than_all_of_dq() -> None:
-    config = cfg.BackwardConfig(block_q=64, dq_parts=2, **RING)
-    whole = cfg.dq_tiles(WINDOW, replace(config, rolling=0))
-    assert whole == WINDOW.batch * 256
-    # 2 * 160 + 8 places of 128 rows, and 8 for the last rows of each head.
-    places = 2 * 160 + 8 + 8 * WINDOW.batch * WINDOW.kv_heads
-    ring = cfg.dq_tiles(WINDOW, config)
-    assert ring * WINDOW.kv_heads >= 2 * places > (ring - 1) * WINDOW.kv_heads
-    # Never more than there are blocks.
-    assert cfg.dq_tiles(replace(WINDOW, window_left=1 << 20), config) == whole

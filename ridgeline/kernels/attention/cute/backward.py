@@ -30,9 +30,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
-from ridgeline.kernels.attention.cute.backward_queries import AHEAD_WARPS, TURN_STAGES, Queries
-from ridgeline.kernels.attention.cute.backward_rolling import Rounding
-from ridgeline.kernels.attention.cute.backward_rows import THREADS, RowInputs, Rows, Tiles
+from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
+from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Layouts,
@@ -40,21 +39,20 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import query_range, rolling_of, rolling_span
+from ridgeline.kernels.attention.cute.blocks import query_range
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.scheduler import TileOrder
 from ridgeline.kernels.attention.cute.seqlens import Lengths
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    HELPER_REGISTERS,
     KEYS,
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
-    is_ahead,
     is_overlapped,
     is_persistent,
-    is_rolling,
     keys_per_block,
     registers,
 )
@@ -68,7 +66,6 @@ RECORD_BARRIERS = 2 * RECORD_STAGES
 class Backward:
     """The kernels for one (traits, config); `__call__` is the host function that is compiled."""
 
-    rolling = False
     overlapped = False
     kv_stages = 1
 
@@ -83,7 +80,6 @@ class Backward:
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
         self.kv_stages = KV_STAGES if is_persistent(config) else 1
-        self.rolling = is_rolling(config)
         self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
@@ -137,24 +133,16 @@ class Backward:
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
-        tiles = Tiles(lengths, num_blocks, self._ring(q, k, num_batches, window_left))
+        tiles = Tiles(lengths, num_blocks)
         grid = (num_blocks, mdQ.shape[2], num_batches)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        rows = RowInputs(mO, mdO, mLSE, mdLSE, has_dlse)
-        if cutlass.const_expr(is_ahead(self.config)):
-            rounding = Rounding(traits=self.traits, config=self.config)
-            few = (tiles.rolling.owners(), tiles.rolling.group, 1)
-            rounding.first(rows, statistics, dq_sum, turns, tiles).launch(
-                grid=few, block=(THREADS, 1, 1), stream=stream
-            )
-        else:
-            self.rows.before(rows, statistics, dq_sum, turns, tiles).launch(
-                grid=grid, block=(THREADS, 1, 1), stream=stream
-            )
+        self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream
+        )
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
-            (statistics, dq_sum, turns, tiles, mdQ, rows),
+            (statistics, dq_sum, turns, tiles),
             (longest_k + block_k - 1) // block_k,
             num_batches,
             layouts,
@@ -167,27 +155,9 @@ class Backward:
         if cutlass.const_expr(packed):
             num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
         self._launch(tensors, scalars, layouts, num_blocks, stream)
-        if cutlass.const_expr(self.rolling):
-            rounding = Rounding(traits=self.traits, config=self.config)
-            left = num_blocks - tiles.rolling.first_left(self.config.rolling, DeviceInteger)
-            grid = (left, tiles.rolling.group, 1)
-            rounding.last(dq_sum, mdQ, softmax_scale, tiles).launch(
-                grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
-            )
-        else:
-            self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
-                grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
-            )
-
-    def _ring(self, q, k, num_batches, window_left):
-        """Where fp32 dQ lies in a ring of blocks."""
-        if not self.rolling:
-            return None
-        block_k = keys_per_block(self.config)
-        lengths = ((k.shape[1] + block_k - 1) // block_k, num_batches)
-        heads = (k.shape[2], q.shape[2] // k.shape[2])
-        span = rolling_span(window_left, block_k)
-        return rolling_of(lengths, heads, self.config.rolling, span, DeviceInteger)
+        self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
+        )
 
     def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
         """The main kernel on that many blocks of keys."""
@@ -237,12 +207,10 @@ class Backward:
             views["tma_" + name.lower()] = atom
             views["m" + name] = view
         dk, dv = tensors[4:]
-        statistics, dq_sum, turns, tiles, mdQ, rows = buffers
+        statistics, dq_sum, turns, tiles = buffers
         return Globals(
             mdK_plain=dk,
             mdV_plain=dv,
-            mdQ=mdQ,
-            rows=rows,
             statistics=statistics,
             dq_sum=dq_sum,
             turns=turns,
@@ -270,7 +238,7 @@ class Backward:
         return 1
 
     def _order(self, tensors: Globals, scalars: Scalars) -> TileOrder:
-        """The numbering of blocks of keys, but for those with a ring of dQ."""
+        """The numbering of blocks of keys."""
         return TileOrder(
             num_blocks=tensors.num_key_blocks,
             num_heads=tensors.mK.shape[2],
@@ -306,7 +274,7 @@ class Backward:
                 # Also where there is nothing to do: what comes after needs what was before.
                 cute.arch.griddepcontrol_wait()
         elif warp_index < 4 * self.others:
-            cute.arch.setmaxregister_decrease(self.config.helper_registers)
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.help(tensors, scalars, shared, work)
@@ -360,8 +328,6 @@ class Backward:
             if cutlass.const_expr(self.last_keys_first):
                 number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
-        elif cutlass.const_expr(self.rolling):
-            block, head, batch = tensors.tiles.rolling.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
@@ -453,11 +419,8 @@ class Backward:
         shared.do_ring.init(1, key_warps)
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
-        if cutlass.const_expr(is_ahead(self.config)):
-            shared.added_ring.init(AHEAD_WARPS, 4)
-        else:
-            shared.added_ring.init(4, 1)
+        shared.added_ring.init(4, 1)
         shared.kv_ring.init(1, self.wgs)
         if cutlass.const_expr(is_persistent(self.config)):
-            helping = 2 if self.traits.deterministic else AHEAD_WARPS * is_ahead(self.config)
+            helping = 2 if self.traits.deterministic else 0
             shared.record_ring.init(1, key_warps + 4 + helping)

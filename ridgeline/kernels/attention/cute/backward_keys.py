@@ -332,8 +332,7 @@ class Keys:
             shared.ds_ring.wait_empty(work.position(num_steps - 1 + self.config.ds_stages))
         self._store_tile(dk, c.dK, sdK, tensors.tma_dk, tensors.mdK, work, c.wg)
         # Shared memory must stay until it has been read; the writes end with the kernel.
-        early = self.config.leave_early or self.config.persistent > 0
-        cute.arch.cp_async_bulk_wait_group(0, read=early)
+        cute.arch.cp_async_bulk_wait_group(0, read=self.config.persistent > 0)
         if cutlass.const_expr(self.config.persistent > 0):
             if cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0:
                 shared.kv_ring.release(work.before)

@@ -7,8 +7,7 @@ while the key warpgroups still store dK and dV. K and V have two stages for that
 rings go on from block to block (`Work.before`, `Work.steps_before`).
 
 A block of threads begins with its own index and then draws numbers from a counter in global memory,
-in order, so whoever waits for a lower one (turns, the ring of dQ) waits for a block that is being
-worked on.
+in order, so whoever waits for a lower one (turns) waits for a block that is being worked on.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ridgeline.kernels.attention.cute.backward import Backward
 from ridgeline.kernels.attention.cute.backward_types import Globals, Layouts, Scalars, Shared
-from ridgeline.kernels.attention.cute_sm90_backward_config import (
-    is_ahead,
-    registers,
-)
+from ridgeline.kernels.attention.cute_sm90_backward_config import HELPER_REGISTERS, registers
 
 NONE = -1
 """A record that says: no more blocks of keys."""
@@ -65,7 +61,7 @@ class PersistentBackward(Backward):
             cute.arch.setmaxregister_decrease(other_registers)
             self._serve(tensors, scalars, shared)
         elif warp_index < 8:
-            cute.arch.setmaxregister_decrease(self.config.helper_registers)
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             self._help(tensors, scalars, shared, warp_index - 4)
         else:
             cute.arch.setmaxregister_increase(key_registers)
@@ -104,20 +100,6 @@ class PersistentBackward(Backward):
                 self._turns(tensors, scalars, shared, True)
             if warp == 2:
                 self._turns(tensors, scalars, shared, False)
-        if cutlass.const_expr(is_ahead(self.config)):
-            if warp > 0:
-                self._rows(tensors, scalars, shared, warp - 1)
-
-    @cute.jit
-    def _rows(self, tensors: Globals, scalars: Scalars, shared: Shared, warp: Int32):
-        """Some warps: statistics of rows that later blocks need."""
-        before = Int32(0)
-        number = self._take(shared, before)
-        while number >= 0:
-            work = replace(self._work_of(tensors, scalars, number), before=before)
-            self.queries.rows_ahead(tensors, shared, work, warp)
-            before += 1
-            number = self._take(shared, before)
 
     @cute.jit
     def _load(self, tensors: Globals, scalars: Scalars, shared: Shared):

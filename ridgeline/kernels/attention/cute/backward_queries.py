@@ -13,7 +13,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
-from ridgeline.kernels.attention.cute.backward_rolling import CHUNK, Rounding
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
@@ -32,13 +31,9 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
-    is_ahead,
-    is_rolling,
     keys_per_block,
 )
 
-AHEAD_WARPS = 3
-"""Of the helpers, that make statistics of rows ahead."""
 TURN_STAGES = 2
 """Steps that the helpers' warps may be ahead of, or behind, the additions."""
 OTHER_BARRIER = 7
@@ -48,17 +43,12 @@ OTHER_BARRIER = 7
 class Queries:
     """The warpgroup that serves the others: loads, dQ, and its sum in global memory."""
 
-    rounding: Rounding | None = None
-    """Where dQ is summed in a ring."""
-
     def __init__(self, traits: BackwardTraits, config: BackwardConfig):
         self.traits = traits
         self.config = config
         self.dtype = DTYPES[traits.dtype]
         self.wgs = config.num_warpgroups
         self.products = Products(traits, config)
-        if is_rolling(config):
-            self.rounding = Rounding(traits, config)
 
     @cute.jit
     def serve(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
@@ -75,14 +65,6 @@ class Queries:
                 for i in cutlass.range_constexpr(self.config.stages):
                     if i < num_steps:
                         self._load_queries(tensors, shared, work, Int32(i))
-        rolling = self.rounding is not None
-        number, behind, words, scale = Int32(0), Int32(0), None, scalars.softmax_scale
-        if cutlass.const_expr(rolling):
-            number = self.number(tensors, work)
-            words = cute.make_rmem_tensor(cute.make_layout(CHUNK // 2), Float32)
-            rounds = tensors.tiles.rolling.rounds(number, self.config.rolling)
-            behind = cutlass.select_(rounds, work.group * self.rounding.rounds(), Int32(0))
-            self.rounding.wait(tensors.turns, tensors.tiles, number)
         mma = self.products.dq()
         rows, columns = self.products.dq_part()
         dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
@@ -109,31 +91,9 @@ class Queries:
                 if warp_index == 0:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
-            if cutlass.const_expr(rolling):
-                if (step > 0) & (step <= behind):
-                    self.rounding.leave(tensors, words, scale, number, step - 1)
-                if step < behind:
-                    self.rounding.fetch(tensors, words, number, step)
-        if cutlass.const_expr(rolling):
-            if (num_steps > 0) & (num_steps <= behind):
-                self.rounding.leave(tensors, words, scale, number, num_steps - 1)
-            for i in cutlass.range(num_steps, behind, unroll=1):
-                self.rounding.fetch(tensors, words, number, i)
-                self.rounding.leave(tensors, words, scale, number, i)
-            if cutlass.const_expr(is_ahead(self.config)):
-                shared.added_ring.wait_full(work.before)
-                release(shared.added_ring, work.before)
-            self._other_barrier()
-            if cute.arch.thread_idx()[0] == 0:
-                self.rounding.end(tensors.turns, number)
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
-
-    def number(self, tensors: Globals, work: Work):
-        """Of a block of keys, with a ring of dQ."""
-        rolling = tensors.tiles.rolling
-        return rolling.number(work.block, work.kv_head, work.batch, DeviceInteger)
 
     @cute.jit
     def _await_before(self):
@@ -167,24 +127,8 @@ class Queries:
         """A warp: K and V, then Q and dO of every step as room is made."""
         self._load_keys(tensors, shared, work)
         self._await_before()
-        if cutlass.const_expr(is_ahead(self.config)):
-            number = self.number(tensors, work)
-            self.rounding.wait(tensors.turns, tensors.tiles, number)
-            # The copy engine reads statistics that other blocks wrote by ordinary stores.
-            cute.arch.fence_proxy("async.global")
         for step in cutlass.range(work.num_steps(), unroll=1):
             self._load_queries(tensors, shared, work, step)
-
-    @cute.jit
-    def rows_ahead(self, tensors: Globals, shared: Shared, work: Work, warp: Int32):
-        """One of some warps: statistics of rows that a later block needs."""
-        number = self.number(tensors, work)
-        shared.added_ring.wait_empty(work.before)
-        self.rounding.rows_ahead(tensors, number, warp, AHEAD_WARPS)
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            shared.added_ring.publish(work.before)
 
     @cute.jit
     def poll_turns(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
@@ -283,14 +227,8 @@ class Queries:
     ):
         """Add a part of a step's dQ to the sum in global memory."""
         head, block = work.at(step)
-        if cutlass.const_expr(self.rounding is not None):
-            query = (head - work.kv_head * work.group, block)
-            target = self.rounding.sums(
-                tensors.dq_sum, tensors.tiles, work.kv_head, work.batch, query
-            )
-        else:
-            tile = work.first_tile(tensors, self.config.block_q) + block
-            target = tensors.dq_sum[tile, head, None]
+        tile = work.first_tile(tensors, self.config.block_q) + block
+        target = tensors.dq_sum[tile, head, None]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         values = flat(dQ)
         first_word = part * WARPGROUP_THREADS * cute.size(values)

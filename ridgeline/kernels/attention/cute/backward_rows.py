@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ridgeline.kernels.attention.cute.forward import DeviceInteger
+from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
 from ridgeline.kernels.attention.cute.seqlens import Extent, Lengths, tokens_of
 from ridgeline.kernels.attention.cute.softmax import LOG2_E
@@ -31,7 +31,6 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     BackwardTraits,
     is_overlapped,
-    keys_per_block,
 )
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
@@ -47,8 +46,6 @@ class Tiles:
     lengths: Lengths
     num_blocks: Any
     """Blocks of queries of the longest sequence."""
-    rolling: Any = None
-    """`blocks.Rolling` where dQ is summed in a ring."""
 
     def first(self, extent: Extent, batch: Any, block_q: int) -> Any:
         """The first tile of a sequence."""
@@ -57,38 +54,29 @@ class Tiles:
         return batch * self.num_blocks
 
 
-@dataclass(frozen=True)
-class RowInputs:
-    """What a row's statistics are made from."""
-
-    mO: cute.Tensor
-    """[S, V, H, B]"""
-    mdO: cute.Tensor
-    mLSE: cute.Tensor
-    """[S, H, B]"""
-    mdLSE: cute.Tensor
-    has_dlse: Int32
-
-
 class Rows:
     """Both kernels for one (traits, config)."""
 
     def __init__(self, traits: BackwardTraits, config: BackwardConfig | RolesConfig):
         self.traits = traits
         self.block_q = config.block_q
-        self.block_k = keys_per_block(config)
+        self.dtype = DTYPES[traits.dtype]
         self.overlapped = is_overlapped(config)
 
     @cute.kernel
     def before(
         self,
-        inputs: RowInputs,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        has_dlse: Int32,
         statistics: cute.Tensor,
         dq_sum: cute.Tensor,
         turns,
         tiles: Tiles,
     ):
-        """statistics [tiles, H, 2 block_q]."""
+        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         if cutlass.const_expr(self.overlapped):
@@ -96,65 +84,39 @@ class Rows:
         extent = tiles.lengths.extent(batch)
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
-            lanes = lanes_of(self.traits.head_dim_v)
+            packed = self.traits.varlen
+            gO = tokens_of(mO, head, batch, extent.offset_q, packed)
+            gdO = tokens_of(mdO, head, batch, extent.offset_q, packed)
+            lanes = _lanes(self.traits.head_dim_v)
             lane, row_in_pass = thread % lanes, thread // lanes
             rows = THREADS // lanes
-            words = statistics[tile, head, None]
             for p in cutlass.range_constexpr((self.block_q + rows - 1) // rows):
                 row = p * rows + row_in_pass
-                place = (head, batch, block * self.block_q + row)
-                self.write_row(inputs, words, place, extent, row, lane)
+                query = block * self.block_q + row
+                total = Float32(0.0)
+                if (query < extent.seqlen_q) & (lane * VECTOR < mO.shape[1]):
+                    total = _dot(gO, gdO, query, lane)
+                for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+                    total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+                if (lane == 0) & (row < self.block_q):
+                    minus_lse = Float32(MINUS_INFINITY)
+                    if query < extent.seqlen_q:
+                        token = _row_of(extent, query, packed)
+                        lse = _row_value(mLSE, token, head, batch, packed)
+                        dead = lse == MINUS_INFINITY
+                        minus_lse = cutlass.select_(
+                            dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E)
+                        )
+                        if has_dlse != 0:
+                            total -= _row_value(mdLSE, token, head, batch, packed)
+                    statistics[tile, head, row] = minus_lse
+                    statistics[tile, head, self.block_q + row] = total
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
                     turns[tile, head, 0] = Int32(0)
                     if (tile == 0) & (head == 0):  # the queue of persistent blocks
                         turns[turns.shape[0] - 1, 0, 0] = Int32(0)
-            self._clear_sums(dq_sum, tiles, (block, head, batch), tile, thread)
-
-    @cute.jit
-    def write_row(
-        self, inputs: RowInputs, words: cute.Tensor, place: tuple, extent: Extent, row: Int32,
-        lane: Int32,
-    ):  # fmt: skip
-        """A row's statistics into its tile's words; `lanes_of` neighbouring lanes call it together.
-        place: head, batch, query; row of the tile, none beyond it."""
-        head, batch, query = place
-        packed = self.traits.varlen
-        gO = tokens_of(inputs.mO, head, batch, extent.offset_q, packed)
-        gdO = tokens_of(inputs.mdO, head, batch, extent.offset_q, packed)
-        total = Float32(0.0)
-        if (query < extent.seqlen_q) & (lane * VECTOR < inputs.mO.shape[1]):
-            total = _dot(gO, gdO, query, lane)
-        for step in cutlass.range_constexpr(lanes_of(self.traits.head_dim_v).bit_length() - 1):
-            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        if (lane == 0) & (row < self.block_q):
-            minus_lse = Float32(MINUS_INFINITY)
-            if query < extent.seqlen_q:
-                token = _row_of(extent, query, packed)
-                lse = _row_value(inputs.mLSE, token, head, batch, packed)
-                dead = lse == MINUS_INFINITY
-                minus_lse = cutlass.select_(dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E))
-                if inputs.has_dlse != 0:
-                    total -= _row_value(inputs.mdLSE, token, head, batch, packed)
-            words[row] = minus_lse
-            words[self.block_q + row] = total
-
-    @cute.jit
-    def _clear_sums(
-        self, dq_sum: cute.Tensor, tiles: Tiles, place: tuple, tile: Int32, thread: Int32
-    ):
-        """A tile's fp32 dQ; of a ring only where it lies in the first round."""
-        block, head, batch = place
-        if cutlass.const_expr(tiles.rolling is None):
-            clear(dq_sum[tile, head, None], thread)
-        else:
-            rolling, parts = tiles.rolling, self.block_k // self.block_q
-            kv_head, owner = head // rolling.group, block // parts
-            number = rolling.number(owner, kv_head, batch, DeviceInteger)
-            if (number < rolling.slots) | (number >= rolling.num_long()):
-                member, part = head - kv_head * rolling.group, block - owner * parts
-                slot = rolling.place(number, DeviceInteger)
-                clear(tile_of(dq_sum, rolling.tile(slot, member, part, parts)), thread)
+            _clear(dq_sum[tile, head, None], thread)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
@@ -174,12 +136,20 @@ class Rows:
                 atom, quad_in_atom = quad // 32, quad % 32
                 words = cute.make_rmem_tensor(cute.make_layout(16), Float32)
                 start = (atom * columns + column) * 512 + quad_in_atom * 16
-                cute.autovec_copy(run_of(sums, start, 16), words)
-                row = block * self.block_q + atom * 64 + quad_in_atom // 8 * 16 + quad_in_atom % 8
-                store_rounded(words, gdQ, (row, extent.seqlen_q), column, scale)
+                cute.autovec_copy(_run(sums, start, 16), words)
+                row = atom * 64 + quad_in_atom // 8 * 16 + quad_in_atom % 8
+                for half in cutlass.range_constexpr(2):
+                    query = block * self.block_q + row + 8 * half
+                    if (query < extent.seqlen_q) & (column * VECTOR < mdQ.shape[1]):
+                        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.dtype)
+                        for e in cutlass.range_constexpr(VECTOR):
+                            word = words[e // 2 * 4 + 2 * half + e % 2]
+                            narrow[e] = (word * scale).to(self.dtype)
+                        target = _run(gdQ[query, None], column * VECTOR, VECTOR)
+                        cute.autovec_copy(narrow, target)
 
 
-def lanes_of(head_dim: int) -> int:
+def _lanes(head_dim: int) -> int:
     """Threads that share a row: a power of two."""
     lanes = 1
     while lanes * VECTOR < head_dim:
@@ -187,31 +157,9 @@ def lanes_of(head_dim: int) -> int:
     return lanes
 
 
-def run_of(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
+def _run(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
     """`length` neighbours of a contiguous tensor; start is a multiple of length."""
     return cute.local_tile(tensor, (length,), (start // length,))
-
-
-@cute.jit
-def tile_of(dq_sum: cute.Tensor, index: Int32):
-    """A tile of fp32 dQ [tiles, H, words] by its number among all."""
-    row = index // dq_sum.shape[1]
-    return dq_sum[row, index - row * dq_sum.shape[1], None]
-
-
-@cute.jit
-def store_rounded(words: cute.Tensor, gdQ: cute.Tensor, row: tuple, column: Int32, scale: Float32):
-    """16 words of fp32 dQ, 8 columns of the rows row[0] and row[0] + 8 of row[1], scaled and
-    rounded to the output."""
-    first, num_rows = row
-    for half in cutlass.range_constexpr(2):
-        query = first + 8 * half
-        if (query < num_rows) & (column * VECTOR < gdQ.shape[1]):
-            narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), gdQ.element_type)
-            for e in cutlass.range_constexpr(VECTOR):
-                word = words[e // 2 * 4 + 2 * half + e % 2]
-                narrow[e] = (word * scale).to(gdQ.element_type)
-            cute.autovec_copy(narrow, run_of(gdQ[query, None], column * VECTOR, VECTOR))
 
 
 @cute.jit
@@ -219,8 +167,8 @@ def _dot(gO: cute.Tensor, gdO: cute.Tensor, query: Int32, lane: Int32) -> Float3
     """This lane's part of a row's product."""
     a = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
     b = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
-    cute.autovec_copy(run_of(gO[query, None], lane * VECTOR, VECTOR), a)
-    cute.autovec_copy(run_of(gdO[query, None], lane * VECTOR, VECTOR), b)
+    cute.autovec_copy(_run(gO[query, None], lane * VECTOR, VECTOR), a)
+    cute.autovec_copy(_run(gdO[query, None], lane * VECTOR, VECTOR), b)
     total = Float32(0.0)
     for e in cutlass.range_constexpr(VECTOR):
         total += a[e].to(Float32) * b[e].to(Float32)
@@ -237,9 +185,9 @@ def _row_value(tensor: cute.Tensor, token, head, batch, packed: bool):
 
 
 @cute.jit
-def clear(tensor: cute.Tensor, thread: Int32):
+def _clear(tensor: cute.Tensor, thread: Int32):
     """Zeros, 16 bytes a store."""
     zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     zeros.fill(0.0)
     for i in cutlass.range(thread, cute.size(tensor) // 4, THREADS, unroll=1):
-        cute.autovec_copy(zeros, run_of(tensor, i * 4, 4))
+        cute.autovec_copy(zeros, _run(tensor, i * 4, 4))

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ridgeline.kernels.attention.cute.backward_rows import RowInputs, Tiles
+from ridgeline.kernels.attention.cute.backward_rows import Tiles
 from ridgeline.kernels.attention.cute.blocks import BlockRange
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import Ring
@@ -53,17 +53,13 @@ class Globals:
     mdK_plain: cute.Tensor
     mdV_plain: cute.Tensor
     """The same two as ordinary tensors"""
-    mdQ: cute.Tensor
-    """[S, D, H, B], an ordinary tensor: written here only with a ring of dQ"""
-    rows: RowInputs
-    """Read here only for statistics ahead"""
     statistics: cute.Tensor
     """fp32 [tiles, H, 2 * block_q]: -LSE log2(e), then delta"""
     dq_sum: cute.Tensor
     """fp32 [tiles, H, block_q * D], in the order of backward_rows.py"""
     turns: Any
-    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ; with a ring of
-    dQ its first words count blocks that have ended, by clusters of them."""
+    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ; the last row's
+    first word counts the blocks of keys that persistent blocks have drawn."""
     tiles: Tiles
     num_key_blocks: Int32
     num_batches: Int32

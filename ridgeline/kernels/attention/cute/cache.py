@@ -28,7 +28,7 @@ Config = ForwardConfig | BackwardConfig | RolesConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 RUNTIME = "libcute_dsl_runtime.so"
-_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp", "helper_registers": "hp"}
+_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp"}
 """Fields whose initials are another's: a kernel with softcap is not one with sinks."""
 
 
