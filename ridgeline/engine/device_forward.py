@@ -66,7 +66,6 @@ ASKINGS = (
     Asking(before_gate_up=40),
     Asking(attention=9, before_gate_up=24),
     Asking(attention=9, before_gate_up=40),
-    Asking(attention=24, before_gate_up=24),
 )
 """What is tried when a step is recorded (graphs.py)."""
 

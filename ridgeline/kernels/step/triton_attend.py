@@ -65,9 +65,8 @@ FEW = 8
 """Sequences up to which a step's programs do not fill the device."""
 CANDIDATES = (
     AttendConfig(),
-    AttendConfig(block_n=32, num_warps=1),
     AttendConfig(num_warps=8, near=256),
-    AttendConfig(near=128),
+    AttendConfig(block_n=128, num_warps=16, near=256),
 )
 """What an engine tries when it records a step (engine/graphs.py): few warps wait less for each
 other, many read more at once."""
