@@ -80,8 +80,6 @@ class StreamLaunch:
     config: StreamConfig
     columns: int
     """Blocks along the outputs; times `config.cluster` along K."""
-    steps: int
-    """Of config.step_k inputs, a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +280,9 @@ class _Plan:
     waves: int
     blocks: int
     cluster: int = 1
+    parts: int = 1
+    """Parts of K of a tile whose blocks add in shares, without a cluster."""
+    cast: int = 1
 
 
 # Plans that beat the model's choice where they were timed beside it: (k, n, rows of the tile) ->
@@ -310,7 +311,7 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
         return None
     shape, plan = _MEASURED[k, n, rows]
     costs = (0.0,) * 8
-    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan.cluster)
+    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan)
     if config is None or config.stages < shape[3]:
         return None
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
@@ -321,23 +322,29 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
     )
 
 
-# Where clusters along K beat the other kernels: (k, n, most rows: 4, 8 or 16) -> (warps along K,
-# along outputs, tiles a warp, blocks of a cluster, stages, stages of activations, blocks an SM).
-# One H200, 2026-11-30, microseconds with / without: 6.5 / 6.8; at 8 rows 5.9 / 5.1, left out.
+# Where clusters along K beat the other kernels: (k, n, most rows: 1, 2, 4, 8 or 16) -> (warps along
+# K, along outputs, tiles a warp, blocks of a cluster, units a warp takes at once, stages, stages of
+# activations, blocks an SM).
 _MEASURED_STREAMS = {
-    (4096, 4096, 16): (8, 1, 1, 2, 2, 2, 2),
+    (4096, 4096, 16): (8, 1, 1, 2, 2, 1, 1, 2),
 }
+_STREAM_ROWS = (1, 2, 4, 8, DECODE_ROWS)
 
 
 @functools.cache
 def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLaunch | None:
     """Kernel and grid for at most 16 rows of a layer that was timed with clusters along K, or
     None."""
-    rows = next(rows for rows in (4, 8, DECODE_ROWS) if m <= rows)
+    rows = next(rows for rows in _STREAM_ROWS if m <= rows)
     plan = _MEASURED_STREAMS.get((k, n, rows)) if sms == _MEASURED_SMS else None
-    if plan is None:
-        return None
-    k_warps, n_warps, tiles, cluster, stages, act_stages, blocks_per_sm = plan
+    return None if plan is None else stream_plan(traits, rows, n, k, plan)
+
+
+def stream_plan(traits: Traits, rows: int, n: int, k: int, plan: tuple) -> StreamLaunch | None:
+    """A plan's launch (the tuple of _MEASURED_STREAMS), or None where it does not fit."""
+    k_warps, n_warps, tiles, cluster, units, stages, act_stages, blocks_per_sm = plan
+    per_block = k_warps * units * cluster * max(128, traits.packed_group)
+    steps = k // per_block
     config = StreamConfig(
         kind=traits.kind,
         scale=traits.scale,
@@ -349,15 +356,17 @@ def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLau
         n_warps=n_warps,
         tiles=tiles,
         cluster=cluster,
+        units=units,
+        steps=steps,
         stages=stages,
         act_stages=act_stages,
+        box_rows=rows,
         blocks_per_sm=blocks_per_sm,
     )
-    whole = k % (cluster * config.step_k) == 0 and n % config.block_n == 0
+    whole = steps * per_block == k and n % config.block_n == 0 and stages <= steps
     if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:
         return None
-    steps = k // (cluster * config.step_k)
-    return StreamLaunch(config=config, columns=n // config.block_n, steps=steps)
+    return StreamLaunch(config=config, columns=n // config.block_n)
 
 
 @functools.cache
@@ -371,7 +380,7 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
         if tile.above < m <= tile.most:
             tiles = -(-m // tile.block_m) * -(-n // (64 * tile.consumers * tile.row_mmas))
             for plan in _work_plans(tile, tiles, k // 128, sms):
-                config = _matmul_config(traits, tile, plan.cluster)
+                config = _matmul_config(traits, tile, plan)
                 if config is not None:
                     cost = _matmul_cost(tile, tiles, k // 128, plan, sms)
                     found.append((cost, len(found), config, plan, tiles))
@@ -383,7 +392,7 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
     )
 
 
-def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | None:
+def _matmul_config(traits: Traits, tile: _Tile, plan: _Plan) -> MatmulConfig | None:
     """The tile's kernel with as many stages as fit; None where too few do."""
     for stages in range(tile.stages, 1, -1):
         config = MatmulConfig(
@@ -398,7 +407,9 @@ def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | 
             stages=stages,
             halves=tile.halves,
             blocks_per_sm=tile.blocks_per_sm,
-            cluster=cluster,
+            cluster=plan.cluster,
+            parts=plan.parts,
+            cast=plan.cast,
         )
         if config.smem_bytes <= _SMEM_BYTES[tile.blocks_per_sm]:
             return config

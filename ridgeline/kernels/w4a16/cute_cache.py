@@ -22,6 +22,7 @@ _SOURCES = (
     "cute_decode.py",
     "cute_stream.py",
     "cute_matmul.py",
+    "cute_parts.py",
     "cute_epilogue.py",
     "cute_ptx.py",
 )

@@ -10,7 +10,9 @@ there is no barrier in the loop. Partial sums go to one more warp through shared
 them in a fixed order and writes the tile.
 
 A code enters mma.sync (m16n8k16, weights as A) without being converted:
-- bf16: the nibble becomes the low mantissa bits of 128, so the operand is 128 + q, exactly;
+- bf16: the nibble becomes the low mantissa bits of 128, so the operand is 128 + q, exactly; or
+  (`raw`) it stays a subnormal, q 2^-133 and 16 times that, and a warp's activations are multiplied
+  by 2^64 where they lie, as they are summed;
 - fp16: the nibble stays a subnormal, q 2^-24 for rows g and q 2^-20 for rows g + 8 (their nibble
   sits four bits higher and needs no shift).
 The accumulator starts at -(128 + zero) (or -zero) times the group's sum of activations, and the
@@ -42,12 +44,15 @@ NIBBLES_HIGH = 0x00F000F0
 BF16_128 = 0x43004300
 MAX_SLOTS = 256
 ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+BF16_2_64 = 0x5F805F80
+BF16_UNIT = 0x00010001
+"""2^-133, of which a subnormal code is a multiple."""
 
 
 @cute.jit
-def decode_word(word, kind: cutlass.Constexpr):
+def decode_word(word, subnormal: cutlass.Constexpr):
     """The four operand registers that a word holds."""
-    if cutlass.const_expr(kind == "bf16"):
+    if cutlass.const_expr(not subnormal):
         return [
             ptx.and_or(word, NIBBLES, BF16_128),
             ptx.and_or(ptx.shift_right(word, 4), NIBBLES, BF16_128),
@@ -68,7 +73,7 @@ def group_start(sums, zeros, rt: cutlass.Constexpr, cfg: cutlass.Constexpr):
     """Accumulator that a group starts from: minus the offset of every code times the sum."""
     s0, s1 = sums
     if cutlass.const_expr(cfg.symmetric):
-        if cutlass.const_expr(cfg.kind == "bf16"):
+        if cutlass.const_expr(not cfg.subnormal):
             return [s0, s1, s0, s1]
         return [s0, s1, s0 * 16.0, s1 * 16.0]
     z_low, z_high = zeros[2 * rt], zeros[2 * rt + 1]
@@ -77,24 +82,24 @@ def group_start(sums, zeros, rt: cutlass.Constexpr, cfg: cutlass.Constexpr):
 
 @cute.jit
 def load_scales(address, cfg: cutlass.Constexpr):
-    """A lane's four row scales as fp32, corrected for fp16's subnormal codes."""
+    """A lane's four row scales as fp32, times what sums are too small by."""
     if cutlass.const_expr(cfg.scale == "f32"):
         scales = ptx.lds128f(address)
     else:
         w0, w1 = ptx.lds64(address)
         scales = ptx.widen_pair(w0, cfg.scale) + ptx.widen_pair(w1, cfg.scale)
-    if cutlass.const_expr(cfg.kind == "f16"):
-        low, high = float(2**24), float(2**20)
+    if cutlass.const_expr(cfg.subnormal):
+        low, high = cfg.code_factors
         return [scales[0] * low, scales[1] * high, scales[2] * low, scales[3] * high]
     return scales
 
 
 @cute.jit
 def load_zeros(address, cfg: cutlass.Constexpr):
-    """A lane's four row offsets: 128 + zero for bf16, zero (x 16 for rows g + 8) for fp16."""
+    """A lane's four row offsets: 128 + zero, or zero (x 16 for rows g + 8) of subnormal codes."""
     word = ptx.lds32(address)
     zeros = [Float32((word >> (8 * j)) & 0xFF) for j in range(4)]
-    if cutlass.const_expr(cfg.kind == "bf16"):
+    if cutlass.const_expr(not cfg.subnormal):
         return [z + 128.0 for z in zeros]
     return [zeros[0], zeros[1] * 16.0, zeros[2], zeros[3] * 16.0]
 
@@ -188,10 +193,16 @@ def act_address(lane_base, step, cfg: cutlass.Constexpr):
 
 @cute.jit
 def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
-    """Sum of a group's activations by a product with ones: two independent chains."""
+    """Sum of a group's activations by a product with ones: two independent chains.
+
+    With `raw` the activations are multiplied in their place."""
     chains = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for pair in cutlass.range_constexpr(cfg.flush_k // 32):
-        b = ptx.ldmatrix_x4(act_address(act_at, group * (cfg.flush_k // 32) + pair, cfg))
+        at = act_address(act_at, group * (cfg.flush_k // 32) + pair, cfg)
+        b = ptx.ldmatrix_x4(at)
+        if cutlass.const_expr(cfg.raw):
+            b = [ptx.packed_mul(x, ptx.constant(BF16_2_64), cfg.kind) for x in b]
+            ptx.stmatrix_x4(at, b)
         for half in cutlass.range_constexpr(2):
             chains[half] = ptx.mma_16816(
                 ones, b[2 * half], b[2 * half + 1], chains[half], cfg.kind == "bf16"
@@ -202,7 +213,7 @@ def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
 @cute.jit
 def sum_groups(act_lane, sum_smem, lane, num_groups, cfg: cutlass.Constexpr):
     """Group sums of the warp's activations, times what `group_start` wants."""
-    ones = [ptx.constant(ONES[cfg.kind])] * 4
+    ones = [ptx.constant(BF16_UNIT if cfg.raw else ONES[cfg.kind])] * 4
     for group in cutlass.range(num_groups, unroll=1):
         for n in cutlass.range_constexpr(cfg.nt):
             s0, s1 = sum_group(act_lane[n], group, ones, cfg)
@@ -246,7 +257,7 @@ def multiply_stage(tot, stage, act_lane, sum_lane, unit, cfg: cutlass.Constexpr)
             for half in cutlass.range_constexpr(2):
                 step = f * (cfg.flush_k // 16) + pair * 2 + half
                 for rt in cutlass.range_constexpr(2):
-                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], cfg.kind)
+                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], cfg.subnormal)
                     for n in cutlass.range_constexpr(nt):
                         acc[rt][n] = ptx.mma_16816(
                             a, b[n][2 * half], b[n][2 * half + 1], acc[rt][n], cfg.kind == "bf16"

@@ -40,6 +40,21 @@ class DecodeConfig:
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
     """Activations by TMA tiles of 8 nt rows, instead of a copy a row."""
+    raw: bool = False
+    """bf16 codes stay subnormal, q 2^-133, and activations are multiplied by 2^64: two instructions
+    less a word."""
+
+    @property
+    def subnormal(self) -> bool:
+        """Codes are operands where their nibbles lie, those of rows g + 8 16 times as large."""
+        return self.raw or self.kind == "f16"
+
+    @property
+    def code_factors(self) -> tuple[float, float]:
+        """What sums of rows g and g + 8 are too small by."""
+        if self.raw:
+            return 2.0**69, 2.0**65
+        return (2.0**24, 2.0**20) if self.subnormal else (1.0, 1.0)
 
     @property
     def per_channel(self) -> bool:
@@ -96,6 +111,8 @@ class DecodeConfig:
     @property
     def sum_factor(self) -> float:
         """What the sum of activations is kept times."""
+        if self.raw:
+            return -8.0 if self.symmetric else -1.0
         if not self.symmetric:
             return -1.0 if self.kind == "bf16" else -(2.0**-24)
         return -136.0 if self.kind == "bf16" else -8.0 * 2.0**-24
@@ -175,14 +192,30 @@ class StreamConfig:
     """Of 32 outputs a warp."""
     cluster: int
     """Blocks along K: all of it; 1 to 8."""
+    units: int
+    """Of K that a warp takes at once: a copy of codes a tile."""
+    steps: int
+    """Of k_warps x units units a block; with one the block's whole layer waits in shared memory."""
     stages: int
-    """Steps of k_warps units whose codes are in flight ..."""
+    """Steps whose codes are in flight ..."""
     act_stages: int
-    """... and whose activations are; at most `stages`."""
+    """... and whose activations are; at most `steps` both."""
+    box_rows: int
+    """Rows of activations that are brought: 8 nt, or 1, 2 or 4. The others' sums are not used."""
     blocks_per_sm: int = 2
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
+
+    @property
+    def subnormal(self) -> bool:
+        """As DecodeConfig."""
+        return True
+
+    @property
+    def code_factors(self) -> tuple[float, float]:
+        """As DecodeConfig."""
+        return (2.0**69, 2.0**65) if self.kind == "bf16" else (2.0**24, 2.0**20)
 
     @property
     def per_channel(self) -> bool:
@@ -210,7 +243,7 @@ class StreamConfig:
     @property
     def step_k(self) -> int:
         """Inputs of a block's step."""
-        return self.k_warps * self.unit_k
+        return self.k_warps * self.units * self.unit_k
 
     @property
     def block_n(self) -> int:
@@ -228,16 +261,21 @@ class StreamConfig:
 
     @property
     def code_bytes(self) -> int:
-        """Of 32 outputs x a unit."""
-        return self.unit_chunks * 1024
+        """Of 32 outputs x a warp's units."""
+        return self.units * self.unit_chunks * 1024
+
+    @property
+    def tile_groups(self) -> int:
+        """Scale rows of a warp's units."""
+        return 1 if self.per_channel else self.units * self.unit_groups
 
     @property
     def scale_bytes(self) -> int:
-        return self.unit_groups * self.scale_row
+        return self.tile_groups * self.scale_row
 
     @property
     def zero_bytes(self) -> int:
-        return 0 if self.symmetric else self.unit_groups * 32
+        return 0 if self.symmetric else self.tile_groups * 32
 
     @property
     def tile_bytes(self) -> int:
@@ -245,7 +283,7 @@ class StreamConfig:
 
     @property
     def slot_bytes(self) -> int:
-        """32 outputs x a unit in shared memory; a warp's sums of a tile take the same place."""
+        """A warp's units of 32 outputs in shared memory; its sums of them take the same place."""
         return -(-max(self.tile_bytes, 1024 * self.nt) // 128) * 128
 
     @property
@@ -264,6 +302,16 @@ class StreamConfig:
         return 1024 * self.nt
 
     @property
+    def act_box_bytes(self) -> int:
+        """What a copy of 64 inputs brings."""
+        return 128 * self.box_rows
+
+    @property
+    def act_slots(self) -> int:
+        """Units of activations in shared memory."""
+        return self.k_warps * self.act_stages * self.units
+
+    @property
     def act_slot_bytes(self) -> int:
         return self.unit_chunks * self.act_chunk_bytes
 
@@ -278,14 +326,18 @@ class StreamConfig:
         return -(-self.fragments // self.cluster)
 
     @property
+    def code_barriers(self) -> int:
+        return self.num_warps * self.tiles * self.stages
+
+    @property
     def dynamic_offset(self) -> int:
-        """Where activations start, behind the barriers."""
-        bars = self.num_warps * self.tiles * self.stages + 2 * self.k_warps * self.act_stages
+        """Where activations start, behind the barriers (the last: sums of the cluster)."""
+        bars = self.code_barriers + 2 * self.act_slots + 1
         return -(-bars * 8 // 1024) * 1024
 
     @property
     def codes_offset(self) -> int:
-        return self.dynamic_offset + self.k_warps * self.act_stages * self.act_slot_bytes
+        return self.dynamic_offset + self.act_slots * self.act_slot_bytes
 
     @property
     def received_offset(self) -> int:
@@ -323,9 +375,19 @@ class MatmulConfig:
     cluster: int = 1
     """Blocks that share a tile, each a part of K; they add their sums in each other's shared
     memory."""
+    parts: int = 1
+    """The same through global memory, by neighbouring blocks that all run at once."""
+    cast: int = 1
+    """Blocks of a cluster, of neighbouring outputs, that bring each other's activations: 1 or 2
+    (then `cluster` is 1)."""
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
+
+    @property
+    def split(self) -> int:
+        """Blocks that have a part of K of one tile each."""
+        return self.cluster * self.parts
 
     @property
     def block_n(self) -> int:
@@ -390,7 +452,7 @@ class MatmulConfig:
         """Shared memory of the output: its tile, or what the cluster's other blocks send."""
         if self.cluster > 1:
             return self.cluster * -(-self.fragments // self.cluster) * 512
-        if self.silu_mul:
+        if self.silu_mul or self.parts > 1:
             return 0
         return self.consumers * self.store_regions * self.block_m * 128
 
