@@ -12,8 +12,8 @@ from ridgeline.kernels.w4a16.tiles import (
     SCALE_KIND,
     DecodeConfig,
     MatmulConfig,
-    StreamConfig,
 )
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 if TYPE_CHECKING:
     import torch

@@ -298,8 +298,30 @@ def combine_splits(src, tile, lane, dst, num_splits, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
-    """Add the warps' partial sums in order; with splits, the last block to arrive adds theirs."""
+def exchange_halves(sums, rank, meet, tile, lane, dst, cfg: cutlass.Constexpr):
+    """Send the cluster's other block its fragments (every second), take ours from it, write them;
+    meet = (where they come to, the barrier that counts them, its phase).
+
+    Two places a reducer are enough: the other block sends a tile's sums after it has ours of the
+    tile before, and we sent those when the one before that was read."""
+    at, there, phase = meet
+    for f in cutlass.range_constexpr(2 * cfg.nt):
+        if f % 2 != rank:
+            ptx.sts128f_async(at + f // 2 * 512 + lane * 16, there, 1 - rank, sums[f])
+    ptx.mbar_expect(there, cfg.nt * 512, Int32(lane == 0))
+    ptx.mbar_wait(there, phase)
+    for f in cutlass.range_constexpr(2 * cfg.nt):
+        if f % 2 == rank:
+            other = ptx.lds128f(at + f // 2 * 512 + lane * 16)
+            both = [sums[f][e] + other[e] for e in range(4)]
+            write_fragment(both, f, tile, lane, dst, cfg)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def reduce_tile(tile, red, empty, lane, dst, split, meet, cfg: cutlass.Constexpr):
+    """Add the warps' partial sums in order; with splits, the last block to arrive adds theirs, or
+    (a cluster) each block half."""
     workspace, counters, num_splits = split
     _, rank, _ = cute.arch.block_idx()
     frags = 2 * cfg.nt
@@ -312,7 +334,9 @@ def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
         sums.append(total)
     cute.arch.sync_warp()
     ptx.mbar_arrive(empty, Int32(lane == 0))
-    if num_splits == 1:
+    if cutlass.const_expr(cfg.cluster > 1):
+        exchange_halves(sums, rank, meet, tile, lane, dst, cfg)
+    elif num_splits == 1:
         for f in cutlass.range_constexpr(frags):
             write_fragment(sums[f], f, tile, lane, dst, cfg)
     else:
@@ -360,14 +384,21 @@ def decode_kernel(
             ptx.mbar_init(smem + full + i * 8, cfg.warps)
         for i in cutlass.range_constexpr(cfg.red_buffers):
             ptx.mbar_init(smem + empty + i * 8, 1)
+        if cutlass.const_expr(cfg.cluster > 1):
+            for i in cutlass.range_constexpr(2 * cfg.reducers):
+                ptx.mbar_init(smem + cfg.there_offset + i * 8, 1)
         ptx.mbar_fence()
     cute.arch.sync_threads()
+    if cutlass.const_expr(cfg.cluster > 1):
+        ptx.cluster_arrive()
     ptx.launch_next_grid()
 
     red = smem + cfg.red_offset
     num_tiles = (tiles - first + step - 1) // step
     if warp >= cfg.warps:
         ptx.wait_previous_grid()
+        if cutlass.const_expr(cfg.cluster > 1):
+            ptx.cluster_wait()
         dst = (out, bias, M, N, out_stride)
         split = (workspace, counters, num_splits)
         for j in cutlass.range(warp - cfg.warps, num_tiles, cfg.reducers, unroll=1):
@@ -376,7 +407,12 @@ def decode_kernel(
             ptx.mbar_wait(smem + full + (j % cfg.full_barriers) * 8, turn)
             buf = j % cfg.red_buffers
             sums = red + buf * cfg.red_bytes
-            reduce_tile(first + j * step, sums, smem + empty + buf * 8, lane, dst, split, cfg)
+            use = j // cfg.reducers
+            place = (warp - cfg.warps) * 2 + use % 2
+            received = smem + cfg.received_offset + place * (cfg.nt * 512)
+            meet = (received, smem + cfg.there_offset + place * 8, use // 2 % 2)
+            tile = first + j * step
+            reduce_tile(tile, sums, smem + empty + buf * 8, lane, dst, split, meet, cfg)
     else:
         units = chunks // cfg.stage_chunks
         workers = num_splits * cfg.warps
@@ -506,6 +542,7 @@ def launch_decode(
     ).launch(
         grid=(blocks, splits, 1),
         block=((cfg.warps + cfg.reducers) * 32, 1, 1),
+        cluster=(1, cfg.cluster, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,

@@ -46,7 +46,7 @@ from ridgeline.kernels.w4a16.cute_decode import (
 )
 from ridgeline.kernels.w4a16.cute_epilogue import write_rows
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
-from ridgeline.kernels.w4a16.tiles import StreamConfig
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 UNIT = {"bf16": BF16_UNIT, "f16": ONES["f16"]}
 """What the activations are summed against: a code's unit in bf16, or 1."""
@@ -293,7 +293,7 @@ def one_step(s, tot, mine, where, acts_of, src, cfg: cutlass.Constexpr):
             if cutlass.const_expr(u == 0):
                 ptx.mbar_wait(bars + place * 8, phase)
             read = read_unit(codes + place * cfg.slot_bytes, u, lane, cfg)
-            if cutlass.const_expr(u == cfg.units - 1 and cfg.steps > cfg.stages):
+            if cutlass.const_expr(u == cfg.refill_unit):
                 cute.arch.sync_warp()
                 if s + cfg.stages < cfg.steps:
                     with cute.arch.elect_one():
