@@ -163,16 +163,16 @@ def decode_launch(
     lean = prefers_lean(rows, n, k) if lean is None else lean
     few = _DECODE_SMALL if n * k / 2 < _SMALL_LAYER_BYTES else _DECODE_FEW
     tile = few if rows <= 8 else _DECODE_MORE
-    splits = _MEASURED_SPLITS.get((k, n, 8 if rows <= 8 else 16))
-    if splits is not None and sms == _MEASURED_SMS and not invariant:
-        launch = _decode_candidate(traits, rows, n, k, sms, (*tile, lean), tile[1], splits)
+    cut = _MEASURED_SPLITS.get((k, n, 8 if rows <= 8 else 16))
+    if cut is not None and sms == _MEASURED_SMS and not invariant:
+        launch = _decode_candidate(traits, rows, n, k, sms, (*tile, lean), tile[1], cut)
         if launch is not None:
             return launch
     found = []
     for stages in range(tile[1], 0, -1):
         for splits in (1, 2, 4, 8, 16, 32, 64):
             asked = (*tile, lean)
-            launch = _decode_candidate(traits, rows, n, k, sms, asked, stages, splits)
+            launch = _decode_candidate(traits, rows, n, k, sms, asked, stages, (splits, 1))
             if launch is not None:
                 found.append((_decode_cycles(launch, rows, n, k, tile[5]), splits, launch))
         if found:
@@ -181,8 +181,10 @@ def decode_launch(
 
 
 def _decode_candidate(
-    traits: Traits, m: int, n: int, k: int, sms: int, tile: tuple, stages: int, splits: int
+    traits: Traits, m: int, n: int, k: int, sms: int, tile: tuple, stages: int, cut: tuple[int, int]
 ) -> DecodeLaunch | None:
+    """The launch with K cut in (parts, blocks of a cluster), or None where it does not fit."""
+    splits, cluster = cut
     warps, _, blocks_per_sm, buffers, reducers, _, lean = tile
     config = DecodeConfig(
         kind=traits.kind,
@@ -198,6 +200,8 @@ def _decode_candidate(
         red_buffers=buffers,
         reducers=reducers,
         lean=lean,
+        raw=_RAW and lean and traits.kind == "bf16" and m > 8,
+        cluster=cluster,
     )
     units = k // config.stage_k
     max_units = -(-units // (splits * warps))
@@ -209,7 +213,7 @@ def _decode_candidate(
         blocks=min(sms // splits, tiles),
         splits=splits,
         max_units=max_units,
-        workspace_floats=tiles * splits * 2 * config.nt * 128 if splits > 1 else 0,
+        workspace_floats=tiles * splits * 2 * config.nt * 128 if splits > cluster else 0,
     )
 
 
@@ -298,9 +302,11 @@ _MEASURED = {
     (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=5, blocks=128)),
     (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=6, blocks=128)),
 }
-_MEASURED_SPLITS = {(4096, 4096, 8): 2, (8192, 10240, 16): 2}
-"""Parts of K of the decode kernel, (k, n, most rows): 5.1 us at one row, with the one part that the
-model finds 5.9; 16.6 at 16 rows, with its four 16.9."""
+_MEASURED_SPLITS = {(4096, 4096, 8): (2, 1), (8192, 10240, 16): (2, 1)}
+"""(Parts of K, blocks of a cluster) of the decode kernel, (k, n, most rows): 5.1 us at one row,
+with the one part that the model finds 5.9; 16.6 at 16 rows, with its four 16.9."""
+_RAW = False
+"""Whether the decode kernel leaves bf16 codes subnormal above 8 rows."""
 _MEASURED_SMS = 132
 
 
