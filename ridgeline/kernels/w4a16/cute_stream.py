@@ -245,16 +245,21 @@ def init_barriers(smem, tid, rank, cfg: cutlass.Constexpr):
     act_full = smem + cfg.code_barriers * 8
     act_empty = act_full + cfg.act_slots * 8
     there = act_empty + cfg.act_slots * 8
-    if tid == 0:
-        for i in cutlass.range_constexpr(cfg.code_barriers + cfg.act_slots):
-            ptx.mbar_init(smem + i * 8, 1)
-        for i in cutlass.range_constexpr(cfg.act_slots):
-            ptx.mbar_init(act_empty + i * 8, cfg.n_warps)
-        ptx.mbar_init(there, 1)
-        ptx.mbar_fence()
-        if cutlass.const_expr(cfg.cluster > 1):
-            own = (cfg.fragments - rank + cfg.cluster - 1) // cfg.cluster
-            ptx.mbar_expect(there, own * (cfg.cluster * 512), Int32(1))
+    # a barrier a thread: one after the other they would be some 40 instructions of latency
+    threads = 32 * cfg.num_warps
+    for turn in cutlass.range_constexpr(-(-cfg.barriers // threads)):
+        i = turn * threads + tid
+        if i < cfg.barriers:
+            count = Int32(1)
+            if i >= cfg.code_barriers + cfg.act_slots:
+                if i < cfg.code_barriers + 2 * cfg.act_slots:
+                    count = Int32(cfg.n_warps)
+            ptx.mbar_init(smem + i * 8, count)
+            ptx.mbar_fence()
+            if cutlass.const_expr(cfg.cluster > 1):
+                if i == cfg.barriers - 1:
+                    own = (cfg.fragments - rank + cfg.cluster - 1) // cfg.cluster
+                    ptx.mbar_expect(there, own * (cfg.cluster * 512), Int32(1))
     cute.arch.sync_threads()
     return act_full, act_empty, there
 

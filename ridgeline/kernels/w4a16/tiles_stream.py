@@ -171,10 +171,14 @@ class StreamConfig:
         return self.num_warps * self.tiles * self.stages
 
     @property
+    def barriers(self) -> int:
+        """All of them; the last counts sums of the cluster."""
+        return self.code_barriers + 2 * self.act_slots + 1
+
+    @property
     def dynamic_offset(self) -> int:
-        """Where activations start, behind the barriers (the last: sums of the cluster)."""
-        bars = self.code_barriers + 2 * self.act_slots + 1
-        return -(-bars * 8 // 1024) * 1024
+        """Where activations start, behind the barriers."""
+        return -(-self.barriers * 8 // 1024) * 1024
 
     @property
     def codes_offset(self) -> int:
