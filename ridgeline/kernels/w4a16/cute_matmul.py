@@ -682,7 +682,7 @@ def matmul_kernel(
         if cutlass.const_expr(cfg.reallocates):
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
         ptx.wait_previous_grid()
-        if cutlass.const_expr(cfg.cast > 1):
+        if cutlass.const_expr(cfg.cluster * cfg.cast > 1):
             ptx.cluster_wait()
         op = warpgroup.MmaF16BF16Op(
             dtype,

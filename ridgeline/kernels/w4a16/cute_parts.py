@@ -64,7 +64,6 @@ def finish_cluster(acc, place, rank, received, corner, dst, cfg: cutlass.Constex
     at, there = received
     number = (wg * 4 + warp) * cfg.warp_fragments
     share = -(-cfg.fragments // cfg.cluster) * 512
-    ptx.cluster_wait()
     for f in cutlass.range_constexpr(cfg.warp_fragments):
         owner, index = (number + f) % cfg.cluster, (number + f) // cfg.cluster
         if owner != rank:

@@ -213,8 +213,6 @@ def finish(codes, received, there, place, tile0, dst, cfg: cutlass.Constexpr):
     warp, lane, rank = place
     of_warp = cfg.tiles * 2 * cfg.nt
     cute.arch.sync_threads()
-    if cutlass.const_expr(cfg.cluster > 1):
-        ptx.cluster_wait()
     for i in cutlass.range_constexpr(-(-cfg.fragments // cfg.num_warps)):
         f = i * cfg.num_warps + warp
         if f < cfg.fragments:
@@ -354,6 +352,8 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
                 slot = (k_warp * cfg.act_stages + d) * cfg.units + u
                 unit = unit0 + d * step_units + u
                 ask_for_activations(act_tiles, unit, slot, act_full + slot * 8, lane, cfg)
+    if cutlass.const_expr(cfg.cluster > 1):
+        ptx.cluster_wait()
 
     tot = cute.make_rmem_tensor((8 * cfg.nt * cfg.tiles,), Float32)
     for i in cutlass.range_constexpr(8 * cfg.nt * cfg.tiles):
