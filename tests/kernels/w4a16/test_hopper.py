@@ -103,7 +103,7 @@ def test_streams_fit_and_cover(group, kind, scale):
             assert launch.columns * config.block_n == n
             assert config.steps * config.step_k * config.cluster == k
             assert config.act_stages <= config.stages <= config.steps
-            assert config.box_rows in (rows, 16)
+            assert config.box_rows == rows
             assert launch.columns * config.cluster <= SMS * config.blocks_per_sm
             # a warp's sums of a tile find room where its codes lay; TMA's swizzle, bulk copies
             assert config.slot_bytes >= 1024 * config.nt and config.slot_bytes % 128 == 0
@@ -121,7 +121,10 @@ def test_measured_choices():
     for m in (9, 16, 33, 64):  # K in two parts of a cluster
         found = configs.matmul_launch(kind, m, 14336, 4096, SMS)
         assert (found.config.cluster, found.blocks, found.waves) == (2, 224, 0)
-        assert found.config.stages == (5 if m <= 16 else 3)
+        assert found.config.stages == (6 if m <= 16 else 3)
+    for m, parts in ((16, 8), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
+        found = configs.matmul_launch(kind, m, 4096, 14336, SMS)
+        assert (found.config.cluster, found.config.parts) == (1, parts)
     found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
     assert (found.config.block_n, found.waves, found.blocks) == (128, 1, 132)
     assert found.workspace_floats == 2 * 132 * 128 * 128
@@ -174,7 +177,7 @@ def test_invariant_launch_ignores_rows():
         assert len(found) == 1
     small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
     assert [type(launch) for launch in small] == [
-        configs.DecodeLaunch,
+        configs.StreamLaunch,
         configs.DecodeLaunch,
         configs.StreamLaunch,
         configs.MatmulLaunch,
@@ -182,7 +185,7 @@ def test_invariant_launch_ignores_rows():
 
 
 def test_explain_gives_the_launch():
-    small = W4A16Problem(m=1, n=4096, k=4096, group_size=128)
+    small = W4A16Problem(m=8, n=4096, k=4096, group_size=128)
     large = W4A16Problem(m=512, n=4096, k=4096, group_size=128)
     arch = pretend("sm90")
     assert isinstance(configs.launch_for(small, arch), configs.DecodeLaunch)
@@ -288,7 +291,7 @@ class TestOnHopper:
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
         monkeypatch.setattr(
-            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (1, 2, 4, 8, 16)}
+            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (1, 4, 8, 16)}
         )
         configs.stream_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
