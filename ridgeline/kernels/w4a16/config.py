@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DECODE_ROWS = 16
 """Most rows of the decode kernel; above 8 on large layers, and above it on all, WGMMA is faster."""
 _DECODE_BYTES = 60e6
-"""Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us against 37.9 at (8192, 28672)."""
+"""Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us for 37.9 at (8192, 28672)."""
 
 
 def uses_decode(m: int, n: int, k: int) -> bool:
@@ -125,8 +125,8 @@ def triton_config(m: int, n: int, k: int, packed_group: int, invariant: bool) ->
     )
 
 
-# (warps, stages, blocks an SM, buffers of sums, reducers, cycles that splitting K costs), tuned on an
-# H200: few rows of small layers, few rows, 9 to 16 rows.
+# (warps, stages, blocks an SM, buffers of sums, reducers, cycles that splitting K costs), tuned on
+# an H200: few rows of small layers, few rows, 9 to 16 rows.
 _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
