@@ -184,7 +184,17 @@ class _Bench:
         values |= {"preemptions": llm.core.scheduler.preemptions}
         values |= {"steps": llm.counters.steps, "used_ahead": llm.core.used_ahead}
         values |= {"step_tokens": STEP_TOKENS}
+        values |= self._share(llm.counters.weight_bytes, values["seconds"])
+        if llm.runner.graphs is not None:
+            times = llm.runner.graphs.times_ms
+            rounded = {n: {k: round(v, 3) for k, v in times[n].items()} for n in sorted(times)}
+            values |= {"ways_ms_by_rows": {n: found for n, found in rounded.items() if n > 8}}
         return _of_many(self.row("ridgeline", kind, values))
+
+    def _share(self, weight_bytes: float, seconds: float) -> dict[str, Any]:
+        """What the load takes at the ceilings."""
+        floor_s = self.load.floor_s(self.shape, weight_bytes, detect(self.device).ceilings)
+        return {"floor_s": round(floor_s, 2), "percent_of_floor": round(100 * floor_s / seconds, 1)}
 
     def peer(self, attention: str) -> dict[str, Any]:
         """The same requests through Transformers' continuous batching."""
@@ -197,6 +207,8 @@ class _Bench:
         run, used = throughput.theirs(model, self.load, args.peer_limit_s)
         values = {**run.values(), "load": self.load.described()}
         values |= {"matmul": "cublas", **used, "limit_s": args.peer_limit_s}
+        if run.finished == len(self.load.prompts):
+            values |= self._share(2.0 * self.shape.matmul_params(), values["seconds"])
         print(used, flush=True)
         impl = f"transformers {transformers.__version__} continuous batching"
         return _of_many(self.row(f"{impl}, {attention}", "bf16", values))

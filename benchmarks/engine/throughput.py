@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ridgeline.core.arch import Ceilings
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.params import SamplingParams
 from ridgeline.nn.config import DecoderConfig
@@ -51,6 +53,28 @@ class Load:
         prompts = [[draw.randrange(1, 250) for _ in range(size)] for size in lengths]
         lives = [8 + 5 * sum(size > number for size in sizes) for number in range(count)]
         return Load(prompts=prompts, new_tokens=[min(life, longest) for life in lives])
+
+    def floor_s(self, shape: DecoderConfig, weight_bytes: float, ceilings: Ceilings) -> float:
+        """Seconds at the ceilings, one kind of work after the other, keys in 16 bits: prompts by
+        their arithmetic; steps of all unfinished requests by the larger of weights and arithmetic;
+        keys and values by their bytes. A batch cannot be faster without doing two kinds at once."""
+        flops, bytes_s = 1e12 * ceilings.tflops("bfloat16"), 1e9 * ceilings.read_gbps
+        token = 2.0 * shape.matmul_params()
+        head = 2.0 * shape.vocab_size * shape.hidden_size  # of a prompt's last token alone
+        keys = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim
+        kept = shape.kv_bytes_per_token(2)
+        seconds = 0.0
+        ends: Counter[int] = Counter(self.new_tokens)
+        for prompt, count in zip(self.prompts, self.new_tokens, strict=True):
+            size = len(prompt)
+            seconds += ((token - head) * size + head + keys * size * size / 2) / flops
+            after = count - 1  # the first token is the prompt's
+            seconds += kept * (after * (size + 1) + after * (after - 1) / 2) / bytes_s
+        rows = len(self.new_tokens) - ends[1]
+        for step in range(2, max(self.new_tokens) + 1):
+            seconds += max(weight_bytes / bytes_s, rows * token / flops)
+            rows -= ends[step]
+        return seconds
 
     def described(self) -> dict[str, Any]:
         """For a row."""

@@ -5,6 +5,7 @@ memory.
     python benchmarks/quant/bench_quantize.py --final               # all methods: about 15 min
     python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # about 37 min on two idle cores
     python benchmarks/quant/bench_quantize.py --final --peers       # llm-compressor, GPTQModel too
+    python benchmarks/quant/bench_quantize.py --only-peers --peers gptqmodel
 
 Protocol: weights in fp32; Wikipedia leads, the last fifth of the characters for the test (first
 `--windows` non-overlapping windows of 1,024 tokens), the first half for calibration (`--sequences`
@@ -81,7 +82,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=None, help="a Hugging Face folder of ours")
     parser.add_argument(
-        "--peers", action="store_true", help="llm-compressor and GPTQModel too (about an hour)"
+        "--peers",
+        nargs="*",
+        choices=[peer.name for peer in PEERS],
+        help="these libraries too, all unless named (about an hour a seed)",
+    )
+    parser.add_argument(
+        "--peer-methods", nargs="+", default=["gptq", "awq"], choices=["gptq", "awq"]
+    )
+    parser.add_argument("--only-peers", action="store_true", help="ours but for the baselines not")
+    parser.add_argument(
+        "--busy", action="store_true", help="the machine is not idle: rows say no seconds"
     )
     parser.add_argument("--dry-run", action="store_true", help="measure, append nothing")
     return parser.parse_args()
@@ -340,18 +351,20 @@ def line_of(row: dict) -> str:
         f"{row['impl']:24s} {row['method']:8s} {'sym ' if row['symmetric'] else 'asym'} "
         f"seed {row['seed']} ppl {row['ppl_before']:.3f} -> {row['ppl_after']:.3f} fraction "
         f"{row['fraction']:.3f} kl {row['kl']:.3f} top-1 {row['top1_agreement']:.3f} "
-        f"{row['seconds']:.0f} s {row['peak_memory_gib']:.2f} GiB"
+        f"{row['seconds'] or math.nan:.0f} s {row['peak_memory_gib']:.2f} GiB"
     )
 
 
 def measured(bench: Bench, args: argparse.Namespace) -> Iterator[dict]:
     """Every row, plain rounding of a symmetry before what is compared with it."""
-    plans = [(bench.ours, method, symmetric) for method, symmetric in plan(args)]
-    if args.peers:
+    own = [] if args.only_peers else plan(args)
+    plans = [(bench.ours, method, symmetric) for method, symmetric in own]
+    if args.peers is not None:
         plans += [
             (functools.partial(bench.theirs, peer, variant), method, symmetric)
             for peer in PEERS
             for method, symmetric, variant in peer.runs
+            if peer.name in (args.peers or [peer.name]) and method in args.peer_methods
         ]
     for symmetric in sorted({symmetric for _, _, symmetric in plans}, reverse=True):
         yield bench.ours("rtn", symmetric, 0)
@@ -370,6 +383,8 @@ def main() -> None:
     target = ROOT / "benchmarks" / "results" / device_name(args.device) / "quantize.jsonl"
     fractions: dict[str, list[float]] = {}
     for row in measured(bench, args):
+        if args.busy:
+            row["seconds"] = None
         rise = row["ppl_after"] - bench.before
         row["fraction"] = round(rise / increase.setdefault(row["symmetric"], rise), 4)
         if row["method"] != "rtn":

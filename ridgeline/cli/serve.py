@@ -132,6 +132,7 @@ class ServeConfig:
             batch_invariant=self.batch_invariant,
             speculate_tokens=self.speculate_tokens,
             cuda_graphs=self.cuda_graphs,
+            whole_cache=True,
             limits=Limits(
                 max_queue_requests=self.max_queue_requests, max_queue_tokens=self.max_queue_tokens
             ),

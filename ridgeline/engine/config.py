@@ -36,6 +36,9 @@ class EngineConfig:
     CPU half of the main memory and no more cache than max_num_seqs full contexts."""
     num_pages: int | None = None
     """Pages of the KV cache; None: what the memory gives."""
+    whole_cache: bool = False
+    """Take the cache's memory at the start on a CPU too, not page by page as it is first used: a
+    server's memory then is what its plan says from its first seconds on. A GPU's always is."""
     page_tokens: int | None = None
     """Tokens of a page; None: what the attention implementation likes."""
     prefix_cache: bool = True

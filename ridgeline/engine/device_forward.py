@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -24,17 +24,73 @@ import torch.nn.functional as F
 from ridgeline.engine.forward import Attend, Forward
 from ridgeline.engine.paged import FP8, DeviceAttention
 from ridgeline.engine.weights import Dense, LayerWeights, Linear
-from ridgeline.kernels.step.op import for_tensor, joined, overlapped
+from ridgeline.kernels.step.op import asked, for_tensor, joined, overlapped
 from ridgeline.kernels.step.ref import DecodeTable
 
 PARTS = ("qkv", "out", "gate_up", "down", "head")
 """Of a row's kernels, those that read weights; the first four as LayerWeights.linears()."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How much of the weights to come the kernels between matmuls ask for, in MiB a layer: their
+    bytes are brought to the L2 cache while the memory idles (kernels/step/triton_ask.py)."""
+
+    before_qkv: float = 0.0
+    """Of qkv, by the norm before it."""
+    attention: float = 0.0
+    """Of the projection after the attention, then of gate and up, by the attention."""
+    before_gate_up: float = 0.0
+    """Of gate and up, behind what the attention asked for, by the norm before them."""
+    piece: int = 512
+    """Bytes a request."""
+
+    def __str__(self) -> str:
+        sizes = (self.before_qkv, self.attention, self.before_gate_up)
+        return "asking " + "+".join(f"{size:g}" for size in sizes) + f" MiB by {self.piece}"
+
+    def of(self, layer: LayerWeights) -> dict[str, Any]:
+        """What each kernel of a layer asks for, by its place."""
+        mib = 2**20
+        after, left = first_bytes(layer.out.streams(), 0, self.attention * mib)
+        more, _ = first_bytes(layer.gate_up.streams(), 0, left)
+        skip = sum(part.numel() for part in more)
+        rest, _ = first_bytes(layer.gate_up.streams(), skip, self.before_gate_up * mib)
+        before, _ = first_bytes(layer.qkv.streams(), 0, self.before_qkv * mib)
+        places = {"qkv": before, "attention": after + more, "gate_up": rest}
+        return {name: asked(parts, self.piece) for name, parts in places.items() if parts}
+
+
+ASKINGS = (
+    Asking(before_qkv=16, attention=10),
+    Asking(before_qkv=16, attention=24),
+    Asking(before_qkv=16, attention=24, before_gate_up=16),
+)
+"""What is tried when a step is recorded (graphs.py)."""
+
+
+def first_bytes(
+    tensors: Sequence[torch.Tensor], skip: float, count: float
+) -> tuple[list[torch.Tensor], float]:
+    """(`count` bytes of tensors that are read side by side, after `skip`: a share of each, as
+    bytes; how many were wanted beyond them)."""
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    total = sum(part.numel() for part in flat)
+    start, stop = (min(1.0, place / total) for place in (skip, skip + count))
+
+    def at(part: torch.Tensor, share: float) -> int:
+        return int(part.numel() * share) // 128 * 128
+
+    cut = [part[at(part, start) : at(part, stop)] for part in flat]
+    return [part for part in cut if part.numel()], max(0.0, skip + count - total)
+
+
 class DeviceForward(Forward):
     """Forward, fused where the step's attention is over pages in place."""
 
     overlaps = False
+    asks: tuple[dict[str, Any], ...] = ()
+    """What each layer's kernels ask for early."""
 
     def overlapped(self) -> Self:
         """The same step by kernels that start while the previous one ends."""
@@ -50,6 +106,18 @@ class DeviceForward(Forward):
         options = {"overlap": self.overlaps, "config": config}
         made.joined = joined(heads, sequences, weights.device, **options)
         return made
+
+    def asking(self, how: Asking) -> Self:
+        """The same overlapped step, its small kernels asking for weights to come."""
+        assert self.overlaps
+        made = copy(self)
+        made.asks = tuple(how.of(layer) for layer in self.weights.layers)
+        return made
+
+    def _asked(self, index: int, place: str) -> dict[str, Any]:
+        """The option of a kernel that asks."""
+        found = self.asks[index].get(place) if self.asks else None
+        return {} if found is None else {"asked": found}
 
     def small(self, like: torch.Tensor) -> Any:
         """The fused operations beside the matmuls, for a device."""
@@ -91,10 +159,12 @@ class DeviceForward(Forward):
         delta: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             if index:
-                y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps)
+                early = self._asked(index, "qkv")
+                y_PC = step.add_rms_norm(x_PC, delta, layer.input_norm, eps, **early)
             o_PHD = self._attended(index, layer, layer.qkv(y_PC), positions_P, attend)
             delta = self._summed(layer.out(o_PHD.flatten(1)))
-            y_PC = step.add_rms_norm(x_PC, delta, layer.mlp_norm, eps)
+            early = self._asked(index, "gate_up")
+            y_PC = step.add_rms_norm(x_PC, delta, layer.mlp_norm, eps, **early)
             both = layer.gate_up(y_PC)
             delta = self._summed(layer.down(both if layer.gated else step.silu_mul(both)))
         return x_PC, delta
@@ -134,6 +204,7 @@ class DeviceForward(Forward):
             DecodeTable(batch.decode_seqlens_B, batch.decode_table_BU, cache.page_tokens),
             norms=norms,
             window=layer.window,
+            **self._asked(index, "attention"),
         )
 
     def _rotated(

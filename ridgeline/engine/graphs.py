@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.engine.device_forward import PARTS, DeviceForward, RowForward
+from ridgeline.engine.device_forward import ASKINGS, PARTS, DeviceForward, RowForward
 from ridgeline.engine.forward import Forward
 from ridgeline.engine.numbers import FRONT, StepNumbers
 from ridgeline.engine.paged import DeviceAttention, DeviceBatch
@@ -35,6 +35,8 @@ EAGER_STEPS = 2
 """Steps of a size before it is recorded."""
 AHEAD_SIZE = 8
 """Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
+WAYS_SIZE = 128
+"""Largest batch of which other ways are tried: beyond it launches are nothing."""
 TRIALS = 5
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
@@ -191,32 +193,55 @@ class DecodeGraphs:
     # ---- recording ---------------------------------------------------------------------------
 
     def _best(self, size: int) -> Recorded:
-        """The step recorded; of few sequences in every way there is, and the fastest kept of those
-        that give the first one's logits."""
+        """The step recorded; unless of many sequences in every way there is, and the fastest kept
+        of those that give the first one's logits."""
         first = self._record(size, self.runner.forward)
-        if size > AHEAD_SIZE or not self.on_gpu or self.runner.group is not None:
+        if size > WAYS_SIZE or not self.on_gpu or self.runner.group is not None:
             return first
         found = {"matmuls": first}
-        for name, forward in self._other_ways(size):
+        times = self.times_ms[size] = {"matmuls": self._time_ms(first)}
+        self._try(size, self._other_ways(size), found)
+        if size <= AHEAD_SIZE:
+            best = fastest(times, found)
+            self._try(size, self._asking_ways(best, found[best].forward), found)
+        return found[fastest(times, found)]
+
+    def _try(
+        self,
+        size: int,
+        ways: Iterator[tuple[str, Callable[[], Forward]]],
+        found: dict[str, Recorded],
+    ) -> None:
+        """Record and time ways; those that are right are found."""
+        want = self._logits(found["matmuls"])
+        for name, forward in ways:
             if name in self.refused:
                 continue
             try:
-                found[name] = self._record(size, forward())
+                recorded = self._record(size, forward())
             except Exception as error:  # what is recorded already serves
                 self.refused[name] = f"{type(error).__name__}: {error}"
-        times = {name: self._time_ms(recorded) for name, recorded in found.items()}
-        self.times_ms[size] = times
-        want = self._logits(first)
-        for name, recorded in found.items():
-            if not is_alike(self._logits(recorded), want):
+                continue
+            self.times_ms[size][name] = self._time_ms(recorded)
+            if is_alike(self._logits(recorded), want):
+                found[name] = recorded
+            else:
                 self.refused[name] = "its logits are not those of the first way"
-        return found[fastest(times, set(found) - set(self.refused))]
+
+    @staticmethod
+    def _asking_ways(name: str, forward: Forward) -> Iterator[tuple[str, Callable[[], Forward]]]:
+        """A way, its small kernels asking for the weights to come."""
+        if isinstance(forward, DeviceForward) and forward.overlaps and forward.joined is not None:
+            for how in ASKINGS:
+                yield f"{name}, {how}", partial(forward.asking, how)
 
     def _other_ways(self, size: int) -> Iterator[tuple[str, Callable[[], Forward]]]:
         """Ways to compute a step of so many single tokens, beside the runner's own."""
         forward = self.runner.forward
         assert isinstance(forward, DeviceForward)
         overlap = torch.cuda.get_device_capability(self.runner.device) >= (9, 0)
+        if size > AHEAD_SIZE and not overlap:
+            return
         rows = RowForward.of(forward) if size == 1 else None
 
         @cache
@@ -231,9 +256,11 @@ class DecodeGraphs:
             ways["rows"] = tuned
         for kind, way in ways.items():
             name = f"{kind}, overlapped" if overlap else kind
-            for config in attend_configs():
-                how = f"joined {config.block_n} keys {config.num_warps} warps"
-                yield f"{name}, {how}", lambda way=way, config=config: way().joining(size, config)
+            for config in attend_configs(size):
+                yield (
+                    f"{name}, joined {config}",
+                    lambda way=way, config=config: way().joining(size, config),
+                )
             if name != "matmuls":
                 yield name, way
 

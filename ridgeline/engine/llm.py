@@ -35,7 +35,7 @@ from ridgeline.engine.paged import FP8, PagedKV
 from ridgeline.engine.params import MaskFactory, Request, SamplingParams
 from ridgeline.engine.runner import Runner, StepBatch
 from ridgeline.engine.scheduler import Scheduler, SchedulerConfig
-from ridgeline.engine.weights import Shard, Weights, weights_of
+from ridgeline.engine.weights import Packed, Shard, Weights, weights_of
 from ridgeline.engine.workers import Workers
 from ridgeline.nn.config import DecoderConfig
 from ridgeline.nn.decoder import Decoder
@@ -169,6 +169,7 @@ class LLM:
             weights.device,
             self.config,
             ranks,
+            packed=any(isinstance(each, Packed) for each in weights.layers[0].linears()),
         )
         if self.group is None:
             return found
@@ -382,6 +383,8 @@ class LLM:
             dtype=kv_dtype_of(self.config, weights.dtype, weights.device),
             device=weights.device,
         )
+        if self.config.whole_cache:
+            cache.take_memory()
         return Runner(
             weights,
             cache,

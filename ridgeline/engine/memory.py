@@ -19,7 +19,7 @@ from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.host_decode import head_in_bags
-from ridgeline.engine.load import choose_device, run_dtype
+from ridgeline.engine.load import choose_device, is_quantized, run_dtype
 from ridgeline.engine.paged import FP8
 from ridgeline.engine.weights import Shard
 from ridgeline.kernels.w4a16.cpu import has_fast_bf16
@@ -103,7 +103,7 @@ def plan(folder: Path | str, config: EngineConfig, ranks: int = 1) -> MemoryPlan
     table = shape.vocab_size * shape.hidden_size * dtype.itemsize
     whole = _weights_bytes(Path(folder), dtype, device) - (0 if shape.tie_embeddings else table)
     total = whole if ranks == 1 and shape.tie_embeddings else whole + ranks * table
-    return plan_sizes(shape, total, dtype, device, config, ranks)
+    return plan_sizes(shape, total, dtype, device, config, ranks, packed=is_quantized(folder))
 
 
 def check_ranks(folder: Path | str, ranks: int, device: torch.device) -> None:
@@ -128,8 +128,13 @@ def plan_sizes(
     device: torch.device,
     config: EngineConfig,
     ranks: int = 1,
+    *,
+    packed: bool = False,
 ) -> MemoryPlan:
-    """The plan for a model of known size. Raises: UserError where it does not fit."""
+    """The plan for a model of known size; packed: it has 4-bit weights already.
+
+    Raises: UserError where it does not fit.
+    """
     arch, on_gpu = detect(device), device.type == "cuda"
     weights_bytes = math.ceil(weights_bytes / ranks)
     kv_dtype = kv_dtype_of(config, dtype, device)
@@ -159,11 +164,9 @@ def plan_sizes(
             "raise it or lower max_model_len",
         )
     if config.num_pages is None and fits < min(needed, longest):
-        raise UserError(
-            _does_not_fit(
-                budget, weights_bytes, activations + graphs, needed * kv_bytes, config.dtype
-            )
-        )
+        sizes = (weights_bytes, activations + graphs, needed * kv_bytes)
+        hints = _hints(budget, sizes, config, on_gpu=on_gpu, packed=packed)
+        raise UserError(_does_not_fit(budget, sizes, hints))
     return MemoryPlan(
         device=f"{device.type} ({arch.device})",
         dtype=dtype_name(dtype),
@@ -283,16 +286,33 @@ def _linear_params(shape: DecoderConfig) -> int:
     return shape.matmul_params() - shape.vocab_size * shape.hidden_size
 
 
-def _does_not_fit(budget: int, weights: int, other: int, cache: int, dtype: str) -> str:
-    needed = weights + other + cache
-    hint = "quantize it to 4 bits, lower max_model_len or use more GPUs"
-    if dtype == "float32":
-        hint = f"use dtype bfloat16, {hint}"
+def _does_not_fit(budget: int, sizes: tuple[int, int, int], hints: list[str]) -> str:
+    weights, other, cache = sizes
+    advice = " or ".join([", ".join(hints[:-1]), hints[-1]] if len(hints) > 1 else hints)
     return (
-        f"engine: the model must fit in {_gib(budget)}, got {_gib(needed)} "
+        f"engine: the model must fit in {_gib(budget)}, got {_gib(weights + other + cache)} "
         f"(weights {_gib(weights)}, activations and graphs {_gib(other)}, a cache of the least "
-        f"length {_gib(cache)}); {hint}"
+        f"length {_gib(cache)}); {advice}"
     )
+
+
+def _hints(
+    budget: int, sizes: tuple[int, int, int], config: EngineConfig, *, on_gpu: bool, packed: bool
+) -> list[str]:
+    """What would make a model fit: only what can, given what takes the memory."""
+    weights, other, _ = sizes
+    hints = ["use dtype bfloat16"] if config.dtype == "float32" else []
+    if not packed:
+        hints.append("quantize it to 4 bits")
+    if weights < budget:
+        hints.append("lower max_step_tokens or max_num_seqs")
+    if weights + other < budget:
+        hints.append("lower max_model_len")
+    elif packed:
+        hints.append("take a smaller model")
+    if not on_gpu or config.memory_gib is not None:
+        hints.append("raise memory_gib")
+    return [*hints, "use more GPUs" if on_gpu else "use a GPU"]
 
 
 def _gib(size: int) -> str:

@@ -15,12 +15,15 @@ traffic.
 from __future__ import annotations
 
 import math
+import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ridgeline.engine.populate import populate
 from ridgeline.kernels.attention import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -35,7 +38,7 @@ FP8_MAX = 448.0
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU memory that is taken page by page as it is first written (NumPy callocs), so
-    that a server starts at once and a large cache costs what is used of it."""
+    that an engine starts at once and a large cache costs what is used of it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
@@ -67,6 +70,22 @@ class PagedKV:
         self.flat_v = [layer.flatten(0, 1) for layer in self.v]
         self.flat_k_scale = [] if self.k_scale is None else [x.flatten(0, 1) for x in self.k_scale]
         self.flat_v_scale = [] if self.v_scale is None else [x.flatten(0, 1) for x in self.v_scale]
+
+    def take_memory(self) -> threading.Thread | None:
+        """Have all of the cache's memory now, not as it is first written, so that the process grows
+        no more; beside what runs where the system can (the thread that does it), else at once."""
+        if self.k.device.type != "cpu":
+            return None
+        sizes = [(t.data_ptr(), t.numel() * t.element_size()) for t in (self.k, self.v)]
+        if populate(*sizes[0], most=mmap.PAGESIZE):
+            work = threading.Thread(
+                target=lambda: [populate(*size) for size in sizes], name="cache", daemon=True
+            )
+            work.start()
+            return work
+        for tensor in (self.k, self.v):  # nothing is in it yet
+            tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].zero_()
+        return None
 
     def append(
         self, layer: int, slots_P: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor

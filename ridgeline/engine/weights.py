@@ -27,6 +27,9 @@ from ridgeline.nn.invariant import in_tiles
 from ridgeline.nn.layers import Attention, Block
 from ridgeline.quant.linear import QuantizedLinear, concat_rows
 
+STREAM_BYTES = 64 * 2**10
+"""Of a packed linear's tensors, those from this size on are its codes and scales."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
@@ -83,6 +86,10 @@ class Dense:
             return product(x_PK)
         return in_tiles(x_PK, product)
 
+    def streams(self) -> list[torch.Tensor]:
+        """Tensors that a call reads once, from their beginning on."""
+        return [self.weight_NK]
+
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""
         return self.weight_NK.numel() * self.weight_NK.element_size()
@@ -101,6 +108,15 @@ class Packed:
     def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
         return w4a16_linear(x_PK, self.prepared, self.bias_N, batch_invariant=self.invariant)
 
+    def streams(self) -> list[torch.Tensor]:
+        """Tensors that a call reads once, from their beginning on: codes and scales."""
+        sizes = [t.numel() * t.element_size() for t in self.prepared.tensors]
+        return [
+            t
+            for t, size in zip(self.prepared.tensors, sizes, strict=True)
+            if size >= STREAM_BYTES and t.is_contiguous()
+        ]
+
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""
         return decode_bytes(self.prepared)
@@ -118,6 +134,10 @@ class Joined:
 
     def __call__(self, x_PK: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x_PK) for part in self.parts], dim=-1)
+
+    def streams(self) -> list[torch.Tensor]:
+        """Tensors that a call reads once, in their order."""
+        return [tensor for part in self.parts for tensor in part.streams()]
 
     def read_bytes(self) -> int:
         """Bytes that a call of one row reads."""

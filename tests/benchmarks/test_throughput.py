@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.engine.throughput import Load, ours
+from ridgeline.core.arch import Ceilings
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.graphs import EAGER_STEPS
 from ridgeline.engine.llm import LLM
@@ -39,3 +42,19 @@ def test_the_warm_up_stays_at_every_size():
     ours(llm, load)
     assert all(seen.count((size, True)) > EAGER_STEPS for size in sizes)
     assert any(not decodes and count > 1 for count, decodes in seen[1:])
+
+
+def test_the_floor_of_a_load():
+    """By hand: two requests, of which one ends with the prompt's own token."""
+    shape = tiny_decoder().config
+    rates = {"read_gbps": 1e-9, "copy_gbps": 1e-9, "matmul_tflops": {"bfloat16": 1e-12}}
+    unit = Ceilings(**rates, source="a byte and an operation a second")
+    load = Load(prompts=[[1] * 10, [1] * 4], new_tokens=[3, 1])
+    token, kept = 2 * shape.matmul_params(), shape.kv_bytes_per_token(2)
+    head = 2 * shape.vocab_size * shape.hidden_size
+    pairs = 4 * shape.num_layers * shape.num_heads * shape.head_dim * (100 + 16) / 2
+    prompts = (token - head) * 14 + 2 * head + pairs
+    keys = kept * (11 + 12)
+    for weights in (0, 10 * token):
+        steps = 2 * max(weights, token)
+        assert load.floor_s(shape, weights, unit) == pytest.approx(prompts + keys + steps)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import resource
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +14,7 @@ from ridgeline.core.errors import UserError
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.memory import GIB, plan, plan_sizes
+from ridgeline.engine.paged import PagedKV
 from ridgeline.train.presets import preset
 from tests.engine.conftest import CONTEXT, tiny_decoder
 
@@ -51,6 +57,50 @@ def test_an_8b_model_on_a_small_budget():
     assert 1.8 < halved.num_pages / made.num_pages < 2.0
     with pytest.raises(UserError, match=r"fit in 8.00 GiB, got 15.* quantize it to 4 bits"):
         plan_sizes(shape, weights, torch.bfloat16, CPU, EngineConfig(memory_gib=8.0))
+
+
+@pytest.mark.parametrize(
+    ("packed", "gib", "advice"),
+    [
+        (False, 3.0, "; quantize it to 4 bits, raise memory_gib or use a GPU"),
+        (True, 3.0, "; take a smaller model, raise memory_gib or use a GPU"),
+        (True, 5.05, "; lower max_step_tokens or max_num_seqs, take a smaller model, raise"),
+        (True, 5.7, "; lower max_step_tokens or max_num_seqs, lower max_model_len, raise"),
+    ],
+)
+def test_what_would_help(packed, gib, advice):
+    """Nobody is told to quantize what is quantized, or to shorten what is too large anyway."""
+    shape = preset("llama-8b")
+    config = EngineConfig(memory_gib=gib, max_model_len=8192, max_num_seqs=4)
+    with pytest.raises(UserError, match=re.escape(advice)):
+        plan_sizes(shape, 5 * GIB, torch.bfloat16, CPU, config, packed=packed)
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads /proc")
+@pytest.mark.parametrize("can_populate", [True, False])
+def test_a_servers_cache_is_there_from_the_start(monkeypatch, can_populate):
+    """One that is taken as it is first used looks like a leak for hours. What others write while
+    its memory comes stays."""
+    if not can_populate:
+        monkeypatch.setattr("ridgeline.engine.paged.populate", lambda *args, **options: False)
+    shape = replace(preset("tiny"), num_layers=2, num_kv_heads=2, head_dim=64)
+    sizes = {"num_pages": 2**12, "page_tokens": 16, "kv_heads": 2, "dtype": torch.float32}
+    before = resident_bytes()
+    cache = PagedKV(shape, **sizes, device=CPU)
+    assert cache.num_bytes() > 2**27 and resident_bytes() - before < 0.1 * cache.num_bytes()
+    thread = cache.take_memory()
+    cache.k[:, ::7] = 3.0
+    if thread is not None:
+        thread.join()
+    assert resident_bytes() - before > 0.9 * cache.num_bytes()
+    assert bool((cache.k[:, ::7] == 3.0).all()) and not cache.k[:, 1::7].any()
+    assert not cache.v.any()
 
 
 def test_a_cache_smaller_than_the_context_shortens_it(model_folder):

@@ -9,7 +9,8 @@ not timed. The implementations take turns, several calls back to back each time;
 rows is a bf16 matmul of 8192^3 measured in the same process. Peers: cuDNN and FlashAttention-2
 through PyTorch, FlashAttention-3 (forward) by the path of a library that registers
 torch.ops._vllm_fa3_C (`--fa3`), and FlashAttention-4's CuTe path where flash_attn.cute can be
-imported (`--fa4`). `--only` takes the cells whose label matches, `--without` leaves out peers.
+imported (`--fa4`). `--only` takes the cells whose label matches, `--without` leaves out peers. A
+cell that needs a kernel which is not there and cannot be compiled here is named and left out.
 Kernels that no GPU has confirmed need RIDGELINE_UNVERIFIED=1 (verify_hopper.py first). The rows are
 written as measured; the last line is JSON.
 """
@@ -36,6 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ridgeline.core import registry
 from ridgeline.core.arch import detect
+from ridgeline.core.errors import UserError
 from ridgeline.kernels.attention import cute_sm90, impls, ref
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
@@ -383,12 +385,16 @@ def main() -> None:
             break
         problems = [replace(cell.problem(), direction="fwd"), cell.problem()]
         if why := next(filter(None, (registry.refusal(impl, p, arch) for p in problems)), None):
-            print(cell.direction, cell.shape(), "refused:", why, flush=True)
+            print(cell.label(), "refused:", why, flush=True)
             continue
-        error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
-        assert error is None or error <= 2.0, (cell, error)
-        runs = {n: c for n, c in calls(cell, peers).items() if not re.match(args.without, n)}
-        times = measure(runs, args.rounds, args.target_ms)
+        try:
+            error = None if cell.lengths else error_ratio(cell, *inputs(cell)[:3])
+            assert error is None or error <= 2.0, (cell, error)
+            runs = {n: c for n, c in calls(cell, peers).items() if not re.match(args.without, n)}
+            times = measure(runs, args.rounds, args.target_ms)
+        except UserError as missing:  # a kernel that is not there and cannot be compiled here
+            print(cell.label(), "missing:", missing, flush=True)
+            continue
         with open(args.results / "attention.jsonl", "a", encoding="utf-8") as out:
             for name, us in times.items():
                 row = row_of(cell, us, common["ceiling"])

@@ -3,14 +3,14 @@
     RIDGELINE_UNVERIFIED=1 python benchmarks/kernels/attention/verify_hopper.py --group single
 
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
-first: narrow (what runs by default), turn (deterministic variants), single and pair (backward by
-roles: one block of threads, two), softcap, deterministic, turned_windows (deterministic windows),
-packed_wide and used_backward (sequences that end early), far (scores far below zero), repeats, tune
-(times variants; prints, writes nothing), host (microseconds of the host a call, and where they go;
-prints); those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared
-with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with
-ok, BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last line
-is JSON.
+first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
+several heads), single and pair (backward by roles: one block of threads, two), softcap,
+deterministic, turned_windows (deterministic windows), packed_wide and used_backward (sequences that
+end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing),
+host (microseconds of the host a call, and where they go; prints); those of the forward over caches
+are in verify_hopper_cached.py. Every gradient is compared with the fp64 reference: error <= 2 x
+PyTorch's in the same dtype + one rounding. Lines begin with ok,
+BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import verify_hopper_cached as cached
 
 from ridgeline.core.errors import UserError
-from ridgeline.kernels.attention import cute_sm90, flash_attn_func, ref
+from ridgeline.kernels.attention import calls, cute_sm90, flash_attn_func, ref
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
@@ -78,6 +78,7 @@ HELPED = Variant((("helpers", True), ("other_registers", 72)))
 def using(variant: Variant) -> Iterator[None]:
     """Plans made meanwhile take the variant."""
     cute_sm90._plans.clear()
+    calls.forget()
     cute_sm90.backward_config = variant.config
     if variant.section is not None:
         cute_sm90.backward_section = lambda problem, arch: variant.section
@@ -87,6 +88,7 @@ def using(variant: Variant) -> Iterator[None]:
         cute_sm90.backward_config = backward_config
         cute_sm90.backward_section = default_section
         cute_sm90._plans.clear()
+        calls.forget()
 
 
 def say(state: str, text: str) -> None:
@@ -415,17 +417,16 @@ def host_time() -> None:
 def launches_of(kind: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
     """What a call hands to its kernel, launched again and again: the way through the driver."""
     seen: list[tuple] = []
-    launch = cute_sm90._launch
-    cute_sm90._launch = lambda *given: seen.append(given)
+    loaded = cute_sm90.library.kernel
+    cute_sm90.library.kernel = lambda *key: lambda *given: seen.append((loaded(*key), given))
+    cute_sm90._plans.clear()
     try:
         run()
     finally:
-        cute_sm90._launch = launch
-    plan, stream, arguments = seen[0]
-    return {
-        f"launch of a {kind}": lambda: launch(plan, stream, arguments),
-        f"kernel of a {kind}": lambda: plan.kernel(*arguments),
-    }
+        cute_sm90.library.kernel = loaded
+        cute_sm90._plans.clear()
+    kernel, arguments = seen[0]
+    return {f"kernel of a {kind}": lambda: kernel(*arguments)}
 
 
 def host_us(run: Callable[[], object], count: int = 20) -> float:

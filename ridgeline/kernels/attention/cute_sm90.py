@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tvm_ffi import core as ffi
 
+from ridgeline.core import env
 from ridgeline.core.arch import Arch, detect
+from ridgeline.kernels.attention.buffers import Make, maker, nothing, zero_maker
 from ridgeline.kernels.attention.cute import library
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -47,14 +48,13 @@ from ridgeline.kernels.attention.problem import (
     AttentionOptions,
     AttentionProblem,
 )
+from ridgeline.kernels.attention.recent import Recent
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
-_plans: dict[tuple[Any, ...], Plan] = {}
-_MOST_PLANS = 4096
+_plans: Recent[Plan] = Recent(2048)
 _option_values = operator.attrgetter(*[field.name for field in fields(AttentionOptions)])
 """A tuple is hashed and compared in half of the time of a dataclass."""
-_CUDA = 2
-"""DLPack's number of that kind of device."""
+_NOTHING = AttentionExtras()
 
 
 def forward(
@@ -70,29 +70,58 @@ def forward(
     cu_seqlens -> out_PHV, lse [H, P]. Strides are free but for the last; views that TMA cannot
     read (a stride of 0 or not a multiple of 16 bytes) are copied.
     """
-    plan = _planned("fwd", (q, k, v), options, extras)
-    out, lse = torch.empty_like(plan.out), torch.empty_like(plan.lse)
-    if q.shape[0] == 0:
+    return _forward(_planned("fwd", (q, k, v), options, extras), extras, q, k, v)
+
+
+def prepare_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`forward` of dense tensors of these shapes, strides, dtypes and device, without extras: its
+    plan is found already."""
+    plan = _planned("fwd", (q, k, v), options, _NOTHING)
+    return functools.partial(_forward, plan, _NOTHING)
+
+
+def prepare_backward(options: AttentionOptions) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """`backward` of one kind of dense tensors without extras: (dout, dlse, q, k, v, out, lse) ->
+    (dq, dk, dv). Strides may be others at each call, as hooks may have had what was saved."""
+    plans: Recent[Plan] = Recent(16)
+
+    def run(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: torch.Tensor) -> Any:
+        q, k, v, out, lse_ln = saved
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
+        plan = plans.get(strides)
+        if plan is None:
+            plan = _planned("bwd", (q, k, v, out, dout), options, _NOTHING)
+            plans[strides] = plan
+        return _backward(plan, _NOTHING, (dout, dlse, q, k, v, out, lse_ln))[:3]
+
+    return run
+
+
+def _forward(
+    plan: Plan, extras: AttentionExtras, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch._C._cuda_getDevice() != plan.device:
+        with torch.cuda.device(plan.device):
+            return _forward(plan, extras, q, k, v)
+    out, lse = plan.out(), plan.lse()
+    if plan.empty:
         return out, lse
-    stream = _stream(plan.device)
     if plan.cached is not None:
         arguments = plan.cached.arguments(plan.readable(q, k, v), out, lse, extras)
-        _launch(plan, stream, (*arguments, *plan.numbers))
+        plan.kernel(*arguments, *plan.numbers)
         return out, lse
-    _launch(
-        plan,
-        stream,
-        (
-            *plan.readable(q, k, v),
-            out,
-            lse,
-            extras.sinks_H,
-            extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
-            extras.seqused_k,
-            _counter(q.device, stream),
-            *plan.numbers,
-        ),
+    plan.kernel(
+        *plan.readable(q, k, v),
+        out,
+        lse,
+        extras.sinks_H,
+        extras.cu_seqlens_q,
+        extras.cu_seqlens_k,
+        extras.seqused_k,
+        _counter(q, plan.device),
+        *plan.numbers,
     )
     return out, lse
 
@@ -113,42 +142,45 @@ def backward(
     Shapes: as forward's, dout and out alike. Views that TMA cannot read are copied.
     """
     plan = _planned("bwd", (q, k, v, out, dout), options, extras)
-    problem, config = plan.problem, plan.config
-    assert config is not None
-    if problem.varlen or problem.seqused:  # rows behind a sequence's end belong to no tile
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    elif plan.contiguous:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    else:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    statistics, dq_sum = torch.empty_like(plan.statistics), torch.empty_like(plan.dq_sum)
-    turns = torch.empty_like(plan.turns) if options.deterministic else None
-    _launch(
-        plan,
-        _stream(plan.device),
-        (
-            *plan.readable(q, k, v, out, dout),
-            lse_ln,
-            lse_ln if dlse is None else dlse.contiguous(),
-            extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
-            *(used_lengths(extras, problem.batch, q.device) if problem.seqused else (None, None)),
-            dq,
-            dk,
-            dv,
-            statistics,
-            dq_sum,
-            turns,
-            *plan.numbers,
-            0 if dlse is None else 1,
-            plan.together,
-        ),
-    )
+    tensors = (dout, dlse, q, k, v, out, lse_ln)
+    dq, dk, dv, statistics = _backward(plan, extras, tensors)
     dsinks = None
     if extras.sinks_H is not None:
-        delta = _delta(statistics, problem, config, extras.cu_seqlens_q, q.shape[0])
+        assert plan.config is not None
+        delta = _delta(statistics, plan.problem, plan.config, extras.cu_seqlens_q, q.shape[0])
         dsinks = sink_gradient(extras.sinks_H, lse_ln, delta)
     return AttentionGrads(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+
+
+def _backward(
+    plan: Plan, extras: AttentionExtras, tensors: tuple[torch.Tensor | Any, ...]
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv, statistics) of dout, dlse, q, k, v, out and lse_ln."""
+    if torch._C._cuda_getDevice() != plan.device:
+        with torch.cuda.device(plan.device):
+            return _backward(plan, extras, tensors)
+    dout, dlse, q, k, v, out, lse_ln = tensors
+    dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
+    statistics, dq_sum = plan.statistics(), plan.dq_sum()
+    problem = plan.problem
+    plan.kernel(
+        *plan.readable(q, k, v, out, dout),
+        lse_ln,
+        lse_ln if dlse is None else dlse.contiguous(),
+        extras.cu_seqlens_q,
+        extras.cu_seqlens_k,
+        *(used_lengths(extras, problem.batch, q.device) if problem.seqused else (None, None)),
+        dq,
+        dk,
+        dv,
+        statistics,
+        dq_sum,
+        None if plan.turns is None else plan.turns(),
+        *plan.numbers,
+        0 if dlse is None else 1,
+        plan.together,
+    )
+    return dq, dk, dv, statistics
 
 
 def _delta(
@@ -272,16 +304,18 @@ class Plan:
     """The launch's numbers, but for the backward's last two."""
     copied: bool
     """Whether a tensor that TMA reads has strides it cannot."""
-    contiguous: bool
-    """q, k and v are."""
-    out: Any = None
-    lse: Any = None
+    out: Make = nothing
+    lse: Make = nothing
+    dq: Make = nothing
+    dk: Make = nothing
+    dv: Make = nothing
+    statistics: Make = nothing
+    dq_sum: Make = nothing
+    turns: Make | None = None
+    """What a call allocates, contiguous, on the current device."""
+    empty: bool = False
+    """Whether there are no queries."""
     config: BackwardConfig | RolesConfig | None = None
-    statistics: Any = None
-    dq_sum: Any = None
-    turns: Any = None
-    """What a call allocates: one element each, expanded, as empty_like takes half of the time of a
-    new shape."""
     together: int = 0
     cached: Cached | None = None
     """What a forward by the kernel of caches needs beside."""
@@ -315,6 +349,7 @@ def _planned(
         q.dtype,
         q.get_device(),
         _option_values(options),
+        env.switches("attention"),
     )
     if direction == "bwd":
         key = (*key, "bwd", *[size for x in tensors[3:] for size in (x.shape, x.stride())])
@@ -331,8 +366,6 @@ def _planned(
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(direction, tensors, options, extras)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         _plans[key] = plan
     return plan
 
@@ -369,7 +402,6 @@ def _plan(
         "device": device,
         "problem": problem,
         "copied": not all(strides_fit_tma(x) for x in tensors),
-        "contiguous": all(x.is_contiguous() for x in tensors[:3]),
     }
     if direction == "fwd":
         shape = (*q.shape[:-1], v.shape[-1])
@@ -385,8 +417,9 @@ def _plan(
             kernel=library.kernel(*key),
             numbers=(*scalars, *last),
             cached=more,
-            out=_like(q, shape, q.dtype),
-            lse=_like(q, lse_shape, torch.float32),
+            out=maker(q, shape),
+            lse=maker(q, lse_shape, torch.float32),
+            empty=q.shape[0] == 0,
             **common,
         )
     config = backward_config(problem, arch)
@@ -395,34 +428,21 @@ def _plan(
         num_tiles = q.shape[0] // config.block_q + problem.batch
     tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
+    # Rows behind a sequence's end belong to no tile.
+    make_gradient = zero_maker if problem.varlen or problem.seqused else maker
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),
         config=config,
-        statistics=_like(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
-        dq_sum=_like(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
-        turns=_like(q, (*tiles, 1), torch.int32),
+        dq=make_gradient(q, q.shape),
+        dk=make_gradient(q, k.shape),
+        dv=make_gradient(q, v.shape),
+        statistics=maker(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
+        dq_sum=maker(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
+        turns=maker(q, (*tiles, 1), torch.int32) if deterministic else None,
         together=int(run_together(problem, config, arch)),
         **common,
     )
-
-
-def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What empty_like makes contiguous tensors of this shape of, on the tensor's device."""
-    return torch.empty(1, dtype=dtype, device=tensor.device).expand(shape)
-
-
-def _launch(plan: Plan, stream: int, arguments: tuple[Any, ...]) -> None:
-    """Kernels go to PyTorch's current stream of the tensors' device."""
-    before = ffi._env_set_current_stream(_CUDA, plan.device, stream)
-    try:
-        if torch._C._cuda_getDevice() == plan.device:
-            plan.kernel(*arguments)
-        else:
-            with torch.cuda.device(plan.device):
-                plan.kernel(*arguments)
-    finally:
-        ffi._env_set_current_stream(_CUDA, plan.device, before)
 
 
 def _stream(device: int) -> int:
@@ -435,13 +455,14 @@ def _arch(device: int) -> Arch:
     return detect(f"cuda:{device}")
 
 
-def _counter(device: torch.device, stream: int) -> torch.Tensor:
+def _counter(q: torch.Tensor, device: int) -> torch.Tensor:
     """The work queue's two words, zero between launches: one pair a stream, as launches of one
-    stream follow each other. Inside a graph capture the graph gets its own."""
-    key = (device.index or 0, stream)
+    stream follow each other. What a graph captures gets its own, as graphs may run beside each
+    other and beside the stream they were captured on."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=q.device)
+    key = (device, _stream(device))
     counter = _counters.get(key)
     if counter is None:
-        counter = torch.zeros(2, dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():
-            _counters[key] = counter
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=q.device)
     return counter

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.arch import Arch
+from ridgeline.kernels.attention.buffers import Make, maker
 from ridgeline.kernels.attention.cute import cache
 from ridgeline.kernels.attention.cute_sm90_cached_config import (
     MAX_SPLITS,
@@ -28,8 +29,9 @@ class Cached:
     """What a kind of call needs beside its tensors."""
 
     batch: int
-    part_shape: tuple[int, ...] | None
-    """[rows of all sequences, H, splits, V] of the parts, or None with one."""
+    part: Make | None
+    part_lse: Make | None
+    """The parts, [rows of all sequences, H, splits, V], and theirs, or None with one."""
     seqused: bool
 
     def arguments(
@@ -40,10 +42,7 @@ class Cached:
         extras: AttentionExtras,
     ) -> tuple[torch.Tensor | None, ...]:
         """The launch's tensors, in the kernel's order."""
-        part = part_lse = used_q = used_k = None
-        if self.part_shape is not None:
-            part = out.new_empty(self.part_shape, dtype=torch.float32)
-            part_lse = out.new_empty(self.part_shape[:3], dtype=torch.float32)
+        used_q = used_k = None
         if self.seqused:
             used_q, used_k = used_lengths(extras, self.batch, out.device)
         pages = extras.page_ids_BU
@@ -53,8 +52,8 @@ class Cached:
             *qkv,
             out,
             lse,
-            part,
-            part_lse,
+            None if self.part is None else self.part(),
+            None if self.part_lse is None else self.part_lse(),
             extras.sinks_H,
             extras.cu_seqlens_q,
             extras.cu_seqlens_k if pages is None else None,  # of pages, used_k has them
@@ -78,9 +77,11 @@ def cached(
         count = splits(problem, arch)
         traits = cached_traits(problem, arch, count)
     rows = q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]
+    parts = (rows, problem.heads, count, v.shape[-1])
     plan = Cached(
         batch=problem.batch,
-        part_shape=(rows, problem.heads, count, v.shape[-1]) if count > 1 else None,
+        part=maker(q, parts, torch.float32) if count > 1 else None,
+        part_lse=maker(q, parts[:3], torch.float32) if count > 1 else None,
         seqused=traits.seqused,
     )
     row_tiles = -(-rows_of(problem) // rows_per_block(config))

@@ -30,10 +30,9 @@ from ridgeline.kernels.attention.problem import AttentionProblem
 
 assert _registrations is not None  # imported for its registrations
 _FIELDS = [field.name for field in fields(Arguments)]
-_TENSORS = _FIELDS[: _FIELDS.index("seed_offset") + 1]
-_DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
-_known: dict[tuple[Any, ...], Any] = {}
-_MOST_KNOWN = 4096
+DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
+"""The first arguments, in their order."""
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 _lib = torch.library.Library("ridgeline", "FRAGMENT")
 _lib.define(f"attention({SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -53,11 +52,11 @@ def arch_of(device: torch.device) -> Arch:
 
 @lru_cache(maxsize=4096)
 def _decide(
-    problem: AttentionProblem, device: torch.device, impl: str | None, override: str | None
+    problem: AttentionProblem, device: torch.device, impl: str | None, switches: tuple[Any, ...]
 ) -> ModuleType:
     arch = arch_of(device)
     chosen = registry.select(problem, arch, impl)
-    if impl in (None, "auto") and override is None:
+    if impl in (None, "auto") and env.impl_override("attention") is None:
         registry.warn_fallback(chosen, arch, "nothing faster accepts the problem")
         registry.warn_lacking(problem, arch, chosen)
     return registry.load(chosen)
@@ -80,7 +79,7 @@ def module_for(a: Arguments, direction: str) -> Any:
 
 def module_of(problem: AttentionProblem, device: torch.device, impl: str | None) -> Any:
     """The module of the implementation that takes a problem on a device."""
-    return _decide(problem, device, impl, env.impl_override("attention"))
+    return _decide(problem, device, impl, env.switches("attention"))
 
 
 def chosen(a: Arguments) -> Any:
@@ -100,58 +99,35 @@ def run(a: Arguments, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
-def eager(tensors: Iterable[torch.Tensor | None], needs_grad: bool) -> bool:
-    """Whether nothing but the result is wanted of a call: it then passes by the dispatcher.
+def gradients(
+    given: Arguments,
+    module: Any,
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of what is differentiable, in the dtypes it was given in; None where there is none.
+    results: dout, dlse, out, lse."""
+    a, (dout, dlse, out, lse) = with_fp32_sinks(given), results
+    grads = module.backward(dout, dlse, a.q, a.k, a.v, out, lse, a.options(), a.extras())
+    found = (grads.dq, grads.dk, grads.dv, grads.dsinks, grads.dbias)
+    return tuple(
+        None if grad is None else grad.to(getattr(given, name).dtype).contiguous()
+        for grad, name in zip(found, DIFFERENTIABLE, strict=True)
+    )
+
+
+def eager(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether a call may pass by the dispatcher, as nobody listens there.
 
     False under compile, tracing, modes, functorch transforms and for subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or needs_grad or torch._C._is_tracing():
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-
-
-def plain_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scalars: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """What the checks and the choice of a call of nothing but q, k, v and numbers depend on, so
-    that they are made once a kind of call."""
-    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-    devices = (q.device, k.device, v.device)
-    return (shapes, dtypes, devices, scalars, env.impl_override("attention"))
-
-
-def known_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scalars: tuple[Any, ...]
-) -> torch.Tensor | None:
-    """The output where nothing but it is wanted of a call whose kind is known; else None, and
-    `remember` learns the kind. What a call then takes the host: half of the long way."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if not eager((q, k, v), False):
-        return None
-    found = _known.get(plain_key(q, k, v, scalars))
-    return None if found is None else found[0].forward(q, k, v, *found[1:])[0].contiguous()
-
-
-def remember(a: Arguments, scalars: tuple[Any, ...]) -> None:
-    """A call that passed its checks, without optional tensors, is the next one's short way."""
-    if a.needs_grad or not eager((a.q, a.k, a.v), False):
-        return
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[plain_key(a.q, a.k, a.v, scalars)] = (chosen(a), a.options(), a.extras())
-
-
-def attention(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """A call of the public functions -> (out, lse): checked, dispatched, differentiable."""
-    if not eager((getattr(a, name) for name in _TENSORS), a.needs_grad):
-        return attention_op(*[getattr(a, name) for name in _FIELDS])
-    a = with_fp32_sinks(a)
-    check(a)
-    with torch.no_grad():
-        return run(a, chosen(a))
+    for tensor in tensors:  # noqa: SIM110 (a generator takes twice the time)
+        if tensor is not None and type(tensor) not in _USUAL:
+            return False
+    return True
 
 
 @torch.library.impl("ridgeline::attention", ("cpu", "cuda"), lib=_lib)
@@ -170,15 +146,9 @@ def _attention_backward(
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
     given = Arguments(*values)
-    a = with_fp32_sinks(given)
-    module = module_for(a, "bwd")
-    grads = module.backward(dout, dlse, a.q, a.k, a.v, out, lse, a.options(), a.extras())
-    found = (grads.dq, grads.dk, grads.dv, grads.dsinks, grads.dbias)
-    wanted = zip(found, _DIFFERENTIABLE, strict=True)
-    return tuple(
-        dout.new_empty(0) if grad is None else grad.to(getattr(given, name).dtype).contiguous()
-        for grad, name in wanted
-    )
+    module = module_for(with_fp32_sinks(given), "bwd")
+    found = gradients(given, module, (dout, dlse, out, lse))
+    return tuple(dout.new_empty(0) if grad is None else grad for grad in found)
 
 
 @torch.library.register_fake("ridgeline::attention", lib=_lib)
@@ -199,7 +169,7 @@ def _attention_backward_fake(
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
     a = Arguments(*values)
-    given = (getattr(a, name) for name in _DIFFERENTIABLE)
+    given = (getattr(a, name) for name in DIFFERENTIABLE)
     return tuple(
         dout.new_empty(0)
         if t is None
@@ -226,7 +196,7 @@ def _differentiate(
         return tuple(grads)
     dout = torch.zeros_like(out) if dout is None else dout
     found = backward_op(dout, dlse, out, lse, *inputs)
-    for name, grad in zip(_DIFFERENTIABLE, found, strict=True):
+    for name, grad in zip(DIFFERENTIABLE, found, strict=True):
         index = _FIELDS.index(name)
         grads[index] = grad if ctx.needs_input_grad[index] else None
     return tuple(grads)

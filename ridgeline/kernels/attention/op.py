@@ -22,21 +22,9 @@ import torch
 
 from ridgeline.core.errors import bad_value, unsupported
 from ridgeline.kernels.attention.append_op import append_checked, append_op, rotate_checked
-from ridgeline.kernels.attention.arguments import (
-    Arguments,
-    check_static,
-    check_values,
-    window_bounds,
-    with_fp32_sinks,
-)
-from ridgeline.kernels.attention.dispatch import (
-    attention,
-    chosen,
-    eager,
-    known_call,
-    remember,
-    run,
-)
+from ridgeline.kernels.attention.arguments import Arguments, check_static, window_bounds
+from ridgeline.kernels.attention.calls import attend, attention, kind_of, known
+from ridgeline.kernels.attention.dispatch import eager
 from ridgeline.kernels.attention.kvcache import (
     Where,
     check_append,
@@ -81,9 +69,11 @@ def flash_attn_func(
     """
     tensors = (sinks, bias, seqused_q, seqused_k, leftpad_k, alibi_slopes)
     numbers = (softmax_scale, causal, window_size, softcap, deterministic, impl)
-    plain = _is_plain(tensors, window_size, dropout_p or return_attn_probs or return_lse)
-    if plain and (out := known_call(q, k, v, numbers)) is not None:
-        return out
+    plain = _is_plain(tensors, window_size, dropout_p)
+    if plain and (found := known(q, k, v, numbers)) is not None:
+        if return_attn_probs:
+            return (*found, None)
+        return found if return_lse else found[0]
     left, right = window_bounds(window_size)
     a = Arguments(
         q=q,
@@ -106,10 +96,7 @@ def flash_attn_func(
         needs_grad=_needs_grad(q, k, v, sinks, bias),
         impl=impl,
     )
-    result = _results(a, return_attn_probs, return_lse)
-    if plain:
-        remember(a, numbers)
-    return result
+    return _results(a, return_attn_probs, return_lse, numbers if plain else None)
 
 
 def flash_attn_qkvpacked_func(
@@ -324,32 +311,31 @@ def _append_and_attend(
     in them alone is then refused after the append.
     """
     _refuse_slope_gradients(a)
-    check_static(a)
     advance = a.causal or a.window_left is not None or a.window_right is not None
     rotary = (where.rotary_cos, where.rotary_sin)
-    if not eager((*(getattr(a, n) for n in _TENSORS), *caches_and_new, *rotary), False):
+    if not eager((*(getattr(a, n) for n in _TENSORS), *caches_and_new, *rotary)):
+        check_static(a)
         append_op(*caches_and_new, *(getattr(where, n) for n in Where.__slots__))
         if rotary[0] is not None:
             a = replace(a, q=_rotated(a.q, where, advance, fused=False))
         return attention(a)
-    check_append(*caches_and_new, where)
-    a = with_fp32_sinks(a)
-    check_values(a)
-    module = chosen(a)
+    kind = kind_of(a, lambda: check_append(*caches_and_new, where))
     with torch.no_grad():
         if rotary[0] is not None:  # before the append: it checks the tables
             a = replace(a, q=_rotated(a.q, where, advance, fused=True))
         append_checked(*caches_and_new, where)
-        return run(a, module)
+        return attend(a, kind)
 
 
-def _results(a: Arguments, attn_probs: bool, return_lse: bool) -> Result:
+def _results(
+    a: Arguments, attn_probs: bool, return_lse: bool, numbers: tuple[object, ...] | None = None
+) -> Result:
     if attn_probs and a.dropout_p:
         raise unsupported(
             "attention", "return_attn_probs", "be False with dropout", True, "use return_lse"
         )
     _refuse_slope_gradients(a)
-    out, lse = attention(a)
+    out, lse = attention(a, numbers)
     if attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
@@ -366,9 +352,9 @@ def _refuse_slope_gradients(a: Arguments) -> None:
         )
 
 
-def _is_plain(tensors: tuple[torch.Tensor | None, ...], window_size: object, more: object) -> bool:
-    """Whether a call has nothing but q, k, v and numbers, and wants nothing but its output."""
-    if more or type(window_size) is not tuple:
+def _is_plain(tensors: tuple[torch.Tensor | None, ...], window_size: object, drop: float) -> bool:
+    """Whether a call has nothing but q, k, v and numbers that can be part of a key."""
+    if drop or type(window_size) is not tuple:
         return False
     for tensor in tensors:
         if tensor is not None:

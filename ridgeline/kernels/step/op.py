@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,8 +55,8 @@ def joined(
         return SimpleNamespace(**{name: getattr(ref, name) for name in names})
     ends = importlib.import_module("ridgeline.kernels.step.triton_ends")
     attend = importlib.import_module("ridgeline.kernels.step.triton_attend")
-    H, G, D = heads
-    parts = attend.AttendScratch.of(sequences, H, G, D, device, config)
+    H, _, D = heads
+    parts = attend.AttendScratch.of(sequences, H, D, device, config)
     found = ends.chooser(sequences, device)
     return SimpleNamespace(
         embed_norm=partial(ends.embed_norm, overlap=overlap),
@@ -69,6 +70,12 @@ def row_configs() -> tuple[Any, ...]:
     return importlib.import_module("ridgeline.kernels.step.triton_rows").CANDIDATES
 
 
-def attend_configs() -> tuple[Any, ...]:
-    """What a joined step's attention can be run with; the first is its default."""
-    return importlib.import_module("ridgeline.kernels.step.triton_attend").CANDIDATES
+def attend_configs(sequences: int) -> tuple[Any, ...]:
+    """What a joined step's attention of so many sequences can be run with."""
+    attend = importlib.import_module("ridgeline.kernels.step.triton_attend")
+    return attend.CANDIDATES if sequences <= attend.FEW else attend.OF_MANY
+
+
+def asked(parts: Sequence[torch.Tensor], piece: int) -> Any:
+    """What an overlapped kernel (add_rms_norm, decode_attention) asks for early: triton_ask.py."""
+    return importlib.import_module("ridgeline.kernels.step.triton_ask").Asked(tuple(parts), piece)

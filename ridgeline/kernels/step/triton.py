@@ -21,11 +21,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ridgeline.kernels.step.triton_ask import NOTHING, Asked, ask
 from ridgeline.kernels.step.triton_rows import norm_linear, row_linear
 
 __all__ = ["add_rms_norm", "norm_linear", "rope_append", "row_linear", "silu_mul"]
 
 _PIECE = 1024
+_ASKERS = 128
+"""Programs of a norm that do nothing but ask for weights: about one a unit of the device."""
 _HEADS = 8
 """Of a token, in one program of rope_append: with one each, programs cost more than their bytes."""
 
@@ -38,31 +41,55 @@ def _start(OVERLAP: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])  # one kernel for any number of rows
 def _add_rms_norm(
     x_ptr,
     delta_ptr,
     weight_ptr,
     y_ptr,
+    a0_ptr,
+    a1_ptr,
+    a2_ptr,
+    a3_ptr,
+    a0_bytes,
+    a1_bytes,
+    a2_bytes,
+    a3_bytes,
+    P,
     C,
     eps,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
+    ASKED: tl.constexpr,
+    PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * C
-    cols = tl.arange(0, BLOCK)
-    mask = cols < C
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    _start(OVERLAP)  # what no kernel of the step wrote is on its way
-    x = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + row + cols, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row + cols, x, mask=mask)
-    wide = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
-    tl.store(y_ptr + row + cols, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    """The first P programs have a row each; others, where there are any, ask for weights."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    has_row = True
+    if ASKED > 0:
+        has_row = program < P
+    if has_row:
+        row = program.to(tl.int64) * C
+        cols = tl.arange(0, BLOCK)
+        mask = cols < C
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if OVERLAP:
+            gdc_wait()  # what no kernel of the step wrote is on its way
+        x = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
+        if HAS_DELTA:
+            delta = tl.load(delta_ptr + row + cols, mask=mask, other=0.0)
+            x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+            tl.store(x_ptr + row + cols, x, mask=mask)
+        wide = x.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
+        tl.store(y_ptr + row + cols, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        asked = (a0_ptr, a1_ptr, a2_ptr, a3_ptr, a0_bytes, a1_bytes, a2_bytes, a3_bytes)
+        ask(asked, program - P, tl.num_programs(0) - P, ASKED, THREADS, PIECE)
 
 
 @triton.jit
@@ -139,23 +166,29 @@ def add_rms_norm(
     eps: float,
     *,
     overlap: bool = False,
+    asked: Asked = NOTHING,
 ) -> torch.Tensor:
-    """ref.add_rms_norm; x and delta contiguous."""
+    """ref.add_rms_norm; x and delta contiguous. asked: weights to come, where overlapped."""
     P, C = x_PC.shape
     y_PC = torch.empty_like(x_PC)
     block = triton.next_power_of_2(C)
-    delta = x_PC if delta_PC is None else delta_PC
-    _add_rms_norm[(P,)](
+    warps = min(16, max(1, block // 256))
+    _add_rms_norm[(P + (_ASKERS if asked.parts else 0),)](
         x_PC,
-        delta,
+        x_PC if delta_PC is None else delta_PC,
         weight_C,
         y_PC,
+        *asked.arguments(x_PC),
+        P,
         C,
         eps,
         HAS_DELTA=delta_PC is not None,
         BLOCK=block,
         OVERLAP=overlap,
-        num_warps=min(16, max(1, block // 256)),
+        ASKED=len(asked.parts),
+        PIECE=asked.piece,
+        THREADS=32 * warps,
+        num_warps=warps,
         **_launch_options(overlap),
     )
     return y_PC

@@ -30,6 +30,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.kernels.step.ref import DecodeTable
+from ridgeline.kernels.step.triton_ask import NOTHING, Asked, ask
+from ridgeline.kernels.step.triton_near import attend_head, normed, slots_of
 
 LEAST_ROWS = tl.constexpr(16)
 """Rows of a tensor-core product."""
@@ -42,11 +44,35 @@ class AttendConfig:
     block_n: int = 64
     splits: int = 16
     num_warps: int = 4
+    near: int = 0
+    """Keys that a program takes at once, for one head, where a sequence has few (triton_near.py);
+    0: never."""
+
+    def __str__(self) -> str:
+        near = f", {self.near} near" if self.near else ""
+        return f"{self.block_n} keys {self.num_warps} warps{near}"
+
+    def reach(self, sequences: int) -> int:
+        """Keys of a sequence up to which its heads are attended one by one: few enough that
+        reading them once a head is nothing."""
+        return min(NEAR_SPLITS * self.near, NEAR_KEYS // sequences)
 
 
-CANDIDATES = (AttendConfig(), AttendConfig(block_n=32, num_warps=1))
+NEAR_SPLITS = 4
+NEAR_KEYS = 1024
+"""Of all sequences together."""
+FEW = 8
+"""Sequences up to which a step's programs do not fill the device."""
+CANDIDATES = (
+    AttendConfig(),
+    AttendConfig(block_n=32, num_warps=1),
+    AttendConfig(num_warps=8, near=256),
+    AttendConfig(near=128),
+)
 """What an engine tries when it records a step (engine/graphs.py): few warps wait less for each
 other, many read more at once."""
+OF_MANY = (AttendConfig(splits=4),)
+"""Of more sequences: fewer parts to merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +86,7 @@ class AttendScratch:
 
     @staticmethod
     def of(
-        sequences: int, heads: int, kv_heads: int, dim: int, device: torch.device,
+        sequences: int, heads: int, dim: int, device: torch.device,
         config: AttendConfig | None = None,
     ) -> AttendScratch:  # fmt: skip
         """For at most so many sequences."""
@@ -69,30 +95,9 @@ class AttendScratch:
         return AttendScratch(
             torch.empty(*rows, dim, dtype=torch.float32, device=device),
             torch.empty(*rows, dtype=torch.float32, device=device),
-            torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(sequences, heads, dtype=torch.int32, device=device),
             config,
         )
-
-
-@triton.jit
-def _normed(low, high, norm_ptr, cols, mask, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Halves of heads after their RMS norm, in fp32 and rounded to the dtype."""
-    low_32, high_32 = low.to(tl.float32), high.to(tl.float32)
-    if NORM:
-        squares = tl.sum(low_32 * low_32, 1) + tl.sum(high_32 * high_32, 1)
-        scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
-        w_low = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        w_high = tl.load(norm_ptr + HALF + cols, mask=mask, other=0.0).to(tl.float32)
-        low_32 = (low_32 * scale * w_low[None, :]).to(low.dtype).to(tl.float32)
-        high_32 = (high_32 * scale * w_high[None, :]).to(low.dtype).to(tl.float32)
-    return low_32, high_32
-
-
-@triton.jit
-def _slots(table_ptr, n, end, W: tl.constexpr):
-    """Where keys lie in the cache; those from `end` on at the first one's page."""
-    page = tl.load(table_ptr + tl.where(n < end, n, 0) // W)
-    return page.to(tl.int64) * W + n % W
 
 
 @triton.jit
@@ -115,6 +120,14 @@ def _decode_attention(
     lse_ptr,
     count_ptr,
     o_ptr,
+    a0_ptr,
+    a1_ptr,
+    a2_ptr,
+    a3_ptr,
+    a0_bytes,
+    a1_bytes,
+    a2_bytes,
+    a3_bytes,
     stride_qkv,
     stride_keys,
     stride_table,
@@ -131,112 +144,185 @@ def _decode_attention(
     NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    NEAR: tl.constexpr,
+    REACH: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    ASKED: tl.constexpr,
+    PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
-    split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    worker = program + tl.program_id(1) * tl.num_programs(0)
+    workers = tl.num_programs(0) * tl.num_programs(1)
+    asked = (a0_ptr, a1_ptr, a2_ptr, a3_ptr, a0_bytes, a1_bytes, a2_bytes, a3_bytes)
+    asking = (asked, worker, workers)
+    H: tl.constexpr = G * GROUP
     T = tl.load(keys_ptr + b * stride_keys)
     new = T - 1  # the new key's position; the keys before it are in the cache
     first = 0
     if WINDOW > 0:
         first = tl.maximum(T - WINDOW, 0)
-    start = first // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(tl.maximum(new - start, 0), BLOCK_N)
-    active = tl.minimum(tl.maximum(tiles, 1), SPLITS)
-    if split < active:
-        HALF: tl.constexpr = D // 2
-        H: tl.constexpr = G * GROUP
-        halves, cols, offs_n = (
-            tl.arange(0, BLOCK_HALF),
-            tl.arange(0, BLOCK_D),
-            tl.arange(0, BLOCK_N),
+    row = (qkv_ptr + b * stride_qkv, table_ptr + b * stride_table)
+    rotation = (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr)
+    parts = (part_ptr, lse_ptr, count_ptr + b * H, o_ptr)
+    is_near = False
+    if NEAR > 0:
+        is_near = new - first <= REACH
+    if is_near:
+        active = tl.maximum(tl.cdiv(new - first, NEAR), 1)
+        if program < H * active:
+            attend_head(
+                row, (k_ptr, v_ptr), rotation, parts, asking, (program % H, program // H, b),
+                (first, new, active), (scale_log2, eps),
+                G, GROUP, D, BLOCK_HALF, BLOCK_D, W, NORM, NEAR, SPLITS,
+                (REACH + NEAR - 1) // NEAR, OVERLAP, ASKED, PIECE, THREADS,
+            )  # fmt: skip
+        elif OVERLAP:
+            ask(asked, worker, workers, ASKED, THREADS, PIECE)
+    else:
+        start = first // BLOCK_N * BLOCK_N
+        tiles = tl.cdiv(tl.maximum(new - start, 0), BLOCK_N)
+        active = tl.minimum(tl.maximum(tiles, 1), SPLITS)
+        split, g = program % SPLITS, program // SPLITS
+        if split < active and g < G:
+            _attend_range(
+                row, (k_ptr, v_ptr), rotation, parts, asking, (g, split, b),
+                (first, new, start, tiles, active), (scale_log2, eps),
+                G, GROUP, ROWS, D, BLOCK_HALF, BLOCK_D, W, NORM, BLOCK_N, SPLITS, PRECISION,
+                OVERLAP, ASKED, PIECE, THREADS,
+            )  # fmt: skip
+        elif OVERLAP:
+            ask(asked, worker, workers, ASKED, THREADS, PIECE)
+
+
+@triton.jit
+def _attend_range(
+    row,
+    caches,
+    rotation,
+    parts,
+    asking,
+    place,
+    keys,
+    numbers,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    W: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ASKED: tl.constexpr,
+    PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """All heads of a group over one range of keys."""
+    qkv_ptr, table_ptr = row
+    k_ptr, v_ptr = caches
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr = rotation
+    part_ptr, lse_ptr, count_ptr, o_ptr = parts
+    asked, worker, workers = asking
+    g, split, b = place
+    first, new, start, tiles, active = keys
+    scale_log2, eps = numbers
+    HALF: tl.constexpr = D // 2
+    H: tl.constexpr = G * GROUP
+    halves, cols, offs_n = (
+        tl.arange(0, BLOCK_HALF),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_N),
+    )
+    in_half, in_head = halves < HALF, cols < D
+    k_ptr += g * D
+    v_ptr += g * D
+    begin = start + tiles * split // active * BLOCK_N
+    stop = start + tiles * (split + 1) // active * BLOCK_N
+    n = begin + offs_n
+    exists = (n >= first) & (n < tl.minimum(stop, new))
+    slots = slots_of(table_ptr, n, new, W)
+    k_mask = exists[:, None] & in_half[None, :]
+    k_low = _tile(k_ptr, slots, halves, k_mask, G * D)
+    k_high = _tile(k_ptr + HALF, slots, halves, k_mask, G * D)
+    v = _tile(v_ptr, slots, cols, exists[:, None] & in_head[None, :], G * D)
+    cos = tl.load(cos_ptr + new.to(tl.int64) * D + halves, mask=in_half, other=0.0)
+    sin = tl.load(sin_ptr + new.to(tl.int64) * D + HALF + halves, mask=in_half, other=0.0)
+    new_slot = slots_of(table_ptr, new, new + 1, W)
+    if OVERLAP:
+        ask(asked, worker, workers, ASKED, THREADS, PIECE)
+        gdc_wait()
+
+    rows = tl.arange(0, ROWS)
+    q_at = qkv_ptr + (g * GROUP + rows)[:, None] * D + halves[None, :]
+    q_mask = (rows < GROUP)[:, None] & in_half[None, :]
+    low = tl.load(q_at, mask=q_mask, other=0.0)
+    high = tl.load(q_at + HALF, mask=q_mask, other=0.0)
+    key_at = qkv_ptr + (H + g) * D + tl.arange(0, 1)[:, None] + halves[None, :]
+    new_low = tl.load(key_at, mask=in_half[None, :], other=0.0)
+    new_high = tl.load(key_at + HALF, mask=in_half[None, :], other=0.0)
+    new_v = tl.load(qkv_ptr + (H + G + g) * D + cols, mask=in_head, other=0.0)
+    dtype = qkv_ptr.dtype.element_ty
+    low_32, high_32 = normed(low, high, q_norm_ptr, halves, in_half, eps, HALF, NORM)
+    q_low = (low_32 * cos[None, :] - high_32 * sin[None, :]).to(dtype)
+    q_high = (high_32 * cos[None, :] + low_32 * sin[None, :]).to(dtype)
+    low_32, high_32 = normed(new_low, new_high, k_norm_ptr, halves, in_half, eps, HALF, NORM)
+    new_low = (low_32 * cos[None, :] - high_32 * sin[None, :]).to(dtype)
+    new_high = (high_32 * cos[None, :] + low_32 * sin[None, :]).to(dtype)
+
+    # The new key first: its score is a number for every row.
+    is_last = split == active - 1
+    score = tl.sum(q_low.to(tl.float32) * new_low.to(tl.float32), 1)
+    score += tl.sum(q_high.to(tl.float32) * new_high.to(tl.float32), 1)
+    m = tl.where(is_last, score * scale_log2, float("-inf"))
+    total = tl.where(is_last, tl.full((ROWS,), 1.0, tl.float32), 0.0)
+    acc = total[:, None] * new_v.to(tl.float32)[None, :]
+    if is_last:
+        at = new_slot * (G * D)
+        new_at = k_ptr + at + tl.arange(0, 1)[:, None] + halves[None, :]
+        tl.store(new_at, new_low, mask=in_half[None, :])
+        tl.store(new_at + HALF, new_high, mask=in_half[None, :])
+        tl.store(v_ptr + at + cols, new_v, mask=in_head)
+    if begin < stop:
+        m, total, acc = _join(
+            (m, total, acc), (q_low, q_high), (k_low, k_high, v), exists, scale_log2, PRECISION
         )
-        in_half, in_head = halves < HALF, cols < D
-        table_ptr += b * stride_table
-        k_ptr += g * D
-        v_ptr += g * D
-        begin = start + tiles * split // active * BLOCK_N
-        stop = start + tiles * (split + 1) // active * BLOCK_N
-        n = begin + offs_n
-        exists = (n >= first) & (n < tl.minimum(stop, new))
-        slots = _slots(table_ptr, n, new, W)
+    for n_start in tl.range(begin + BLOCK_N, stop, BLOCK_N, num_stages=2):
+        n = n_start + offs_n
+        exists = n < new
+        slots = slots_of(table_ptr, n, new, W)
         k_mask = exists[:, None] & in_half[None, :]
         k_low = _tile(k_ptr, slots, halves, k_mask, G * D)
         k_high = _tile(k_ptr + HALF, slots, halves, k_mask, G * D)
         v = _tile(v_ptr, slots, cols, exists[:, None] & in_head[None, :], G * D)
-        cos = tl.load(cos_ptr + new.to(tl.int64) * D + halves, mask=in_half, other=0.0)
-        sin = tl.load(sin_ptr + new.to(tl.int64) * D + HALF + halves, mask=in_half, other=0.0)
-        new_slot = _slots(table_ptr, new, T, W)
-        if OVERLAP:
-            gdc_wait()
-
-        rows = tl.arange(0, ROWS)
-        qkv_ptr += b * stride_qkv
-        q_at = qkv_ptr + (g * GROUP + rows)[:, None] * D + halves[None, :]
-        q_mask = (rows < GROUP)[:, None] & in_half[None, :]
-        low = tl.load(q_at, mask=q_mask, other=0.0)
-        high = tl.load(q_at + HALF, mask=q_mask, other=0.0)
-        key_at = qkv_ptr + (H + g) * D + tl.arange(0, 1)[:, None] + halves[None, :]
-        new_low = tl.load(key_at, mask=in_half[None, :], other=0.0)
-        new_high = tl.load(key_at + HALF, mask=in_half[None, :], other=0.0)
-        new_v = tl.load(qkv_ptr + (H + G + g) * D + cols, mask=in_head, other=0.0)
-        dtype = qkv_ptr.dtype.element_ty
-        low_32, high_32 = _normed(low, high, q_norm_ptr, halves, in_half, eps, HALF, NORM)
-        q_low = (low_32 * cos[None, :] - high_32 * sin[None, :]).to(dtype)
-        q_high = (high_32 * cos[None, :] + low_32 * sin[None, :]).to(dtype)
-        low_32, high_32 = _normed(new_low, new_high, k_norm_ptr, halves, in_half, eps, HALF, NORM)
-        new_low = (low_32 * cos[None, :] - high_32 * sin[None, :]).to(dtype)
-        new_high = (high_32 * cos[None, :] + low_32 * sin[None, :]).to(dtype)
-
-        # The new key first: its score is a number for every row.
-        is_last = split == active - 1
-        score = tl.sum(q_low.to(tl.float32) * new_low.to(tl.float32), 1)
-        score += tl.sum(q_high.to(tl.float32) * new_high.to(tl.float32), 1)
-        m = tl.where(is_last, score * scale_log2, float("-inf"))
-        total = tl.where(is_last, tl.full((ROWS,), 1.0, tl.float32), 0.0)
-        acc = total[:, None] * new_v.to(tl.float32)[None, :]
-        if is_last:
-            at = new_slot * (G * D)
-            new_at = k_ptr + at + tl.arange(0, 1)[:, None] + halves[None, :]
-            tl.store(new_at, new_low, mask=in_half[None, :])
-            tl.store(new_at + HALF, new_high, mask=in_half[None, :])
-            tl.store(v_ptr + at + cols, new_v, mask=in_head)
-        if begin < stop:
-            m, total, acc = _join(
-                (m, total, acc), (q_low, q_high), (k_low, k_high, v), exists, scale_log2, PRECISION
-            )
-        for n_start in tl.range(begin + BLOCK_N, stop, BLOCK_N, num_stages=2):
-            n = n_start + offs_n
-            exists = n < new
-            slots = _slots(table_ptr, n, new, W)
-            k_mask = exists[:, None] & in_half[None, :]
-            k_low = _tile(k_ptr, slots, halves, k_mask, G * D)
-            k_high = _tile(k_ptr + HALF, slots, halves, k_mask, G * D)
-            v = _tile(v_ptr, slots, cols, exists[:, None] & in_head[None, :], G * D)
-            m, total, acc = _join(
-                (m, total, acc), (q_low, q_high), (k_low, k_high, v), exists, scale_log2, PRECISION
-            )
-        acc = acc / total[:, None]
-        heads = g * GROUP + rows
-        in_group = rows < GROUP
-        o_mask = in_group[:, None] & in_head[None, :]
-        o_at = o_ptr + (b * H + heads)[:, None] * D + cols[None, :]
-        if active == 1:
-            tl.store(o_at, acc.to(dtype), mask=o_mask)
-        else:
-            own = (b * SPLITS + split) * H + heads
-            tl.store(part_ptr + own[:, None] * D + cols[None, :], acc, mask=o_mask)
-            tl.store(lse_ptr + own, m + tl.log2(total), mask=in_group)
-            tl.debug_barrier()  # every thread's part is written before one of them says so
-            arrived = tl.atomic_add(count_ptr + b * G + g, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                _merge(
-                    (part_ptr, lse_ptr, o_ptr, b * SPLITS * H + g * GROUP, b * H + g * GROUP),
-                    active, H, GROUP, D, BLOCK_D, SPLITS,
-                )  # fmt: skip
-                tl.store(count_ptr + b * G + g, 0)
+        m, total, acc = _join(
+            (m, total, acc), (q_low, q_high), (k_low, k_high, v), exists, scale_log2, PRECISION
+        )
+    acc = acc / total[:, None]
+    heads = g * GROUP + rows
+    in_group = rows < GROUP
+    o_mask = in_group[:, None] & in_head[None, :]
+    o_at = o_ptr + (b * H + heads)[:, None] * D + cols[None, :]
+    if active == 1:
+        tl.store(o_at, acc.to(dtype), mask=o_mask)
+    else:
+        own = (b * SPLITS + split) * H + heads
+        tl.store(part_ptr + own[:, None] * D + cols[None, :], acc, mask=o_mask)
+        tl.store(lse_ptr + own, m + tl.log2(total), mask=in_group)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        arrived = tl.atomic_add(count_ptr + g, 1, sem="acq_rel", scope="gpu")
+        if arrived == active - 1:
+            _merge(
+                (part_ptr, lse_ptr, o_ptr, b * SPLITS * H + g * GROUP, b * H + g * GROUP),
+                active, H, GROUP, D, BLOCK_D, SPLITS,
+            )  # fmt: skip
+            tl.store(count_ptr + g, 0)
 
 
 @triton.jit
@@ -312,8 +398,10 @@ def decode_attention(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     window: int | None = None,
     overlap: bool = False,
+    asked: Asked = NOTHING,
 ) -> torch.Tensor:
-    """ref.decode_attention; qkv's last two dims contiguous. Returns [B, H, D]."""
+    """ref.decode_attention; qkv's last two dims contiguous. Returns [B, H, D]. asked: weights to
+    come, where overlapped."""
     B, _, D = qkv_BHD.shape
     k_flat, v_flat = flat
     G = k_flat.shape[1]
@@ -321,7 +409,9 @@ def decode_attention(
     q_norm, k_norm, eps = norms or (k_flat, k_flat, 0.0)
     config = scratch.config
     o_BHD = qkv_BHD.new_empty(B, H, D)
-    _decode_attention[(config.splits, G, B)](
+    reach = config.reach(B) if config.near else 0
+    programs = max(config.splits * G, H * -(-reach // max(config.near, 1)))
+    _decode_attention[(programs, B)](
         qkv_BHD,
         k_flat,
         v_flat,
@@ -334,6 +424,7 @@ def decode_attention(
         scratch.lse,
         scratch.count,
         o_BHD,
+        *asked.arguments(qkv_BHD),
         qkv_BHD.stride(0),
         table.keys_B.stride(0),
         table.pages_BU.stride(0),
@@ -350,8 +441,13 @@ def decode_attention(
         NORM=norms is not None,
         BLOCK_N=config.block_n,
         SPLITS=config.splits,
+        NEAR=config.near if reach else 0,
+        REACH=reach,
         PRECISION="ieee" if qkv_BHD.dtype == torch.float32 else None,
         OVERLAP=overlap,
+        ASKED=len(asked.parts),
+        PIECE=asked.piece,
+        THREADS=32 * config.num_warps,
         num_warps=config.num_warps,
         **({"launch_pdl": True} if overlap else {}),
     )

@@ -23,6 +23,7 @@ from ridgeline.core import arch as arches
 from ridgeline.core import registry
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.kernels.attention.arguments import Arguments, check
+from ridgeline.kernels.attention.problem import AttentionGrads
 from ridgeline.kernels.attention.ref import attention_ref, gradients
 
 
@@ -354,6 +355,12 @@ def check_backward(impl: str, case: Case, device: str = "cpu") -> None:
     grads = module.backward(
         built.dout, built.dlse, a.q, a.k, a.v, out, lse, a.options(), a.extras()
     )
+    assert_gradients(case, built, out, grads)
+
+
+def assert_gradients(case: Case, built: Built, out: torch.Tensor, grads: AttentionGrads) -> None:
+    """Every gradient of a case against the rule."""
+    a = built.arguments
     exact, baseline = expected(case, True), expected(case, False)
     # where a row sees one key dS = P (dP - rowsum(dO O)) is 0, but O was rounded
     cancelled = float((built.dout * out).abs().sum(-1).max()) if out.numel() else 0.0

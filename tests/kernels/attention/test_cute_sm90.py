@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
 
 from ridgeline.core.arch import KNOWN
-from ridgeline.kernels.attention import cute_sm90
+from ridgeline.kernels.attention import calls, cute_sm90
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
 from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig
 from ridgeline.kernels.attention.problem import (
@@ -136,7 +137,7 @@ def test_plans_are_kept_by_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """What each launch would be given, on a machine that pretends to be an H200."""
     seen: list[tuple] = []
     monkeypatch.setattr(cute_sm90, "_plans", {})
@@ -148,7 +149,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(
         cute_sm90.library, "kernel", lambda *key: lambda *arguments: seen.append((key, arguments))
     )
-    return seen
+    yield seen
+    calls.forget()
 
 
 def test_arguments_of_a_forward(launches: list[tuple]) -> None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ridgeline.core import arch as arches
-from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions
+from ridgeline.core import registry
+from ridgeline.kernels.attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from ridgeline.kernels.attention.arguments import Arguments
+from ridgeline.kernels.attention.problem import (
+    AttentionExtras,
+    AttentionGrads,
+    AttentionOptions,
+)
 from ridgeline.kernels.attention.ref import attention_ref, gradients
 
 from . import cases
@@ -46,6 +58,52 @@ BACKWARD = _accepted("bwd") if HOPPER else []
 @pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
 def test_backward(case: cases.Case) -> None:
     cases.check_backward("cute_sm90", case, "cuda")
+
+
+def _public(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The public function that takes such a call; the registry chooses the implementation."""
+    options = dict(
+        softmax_scale=a.softmax_scale, causal=a.causal, softcap=a.softcap, sinks=a.sinks,
+        window_size=(a.window_left, a.window_right),
+    )  # fmt: skip
+    used = dict(seqused_q=a.seqused_q, seqused_k=a.seqused_k)
+    if a.cu_seqlens_q is not None:
+        starts = a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k
+        return flash_attn_varlen_func(
+            a.q, a.k, a.v, *starts, block_table=a.block_table, return_lse=True, **used, **options
+        )
+    if a.block_table is not None or a.kv_batch_idx is not None:
+        return flash_attn_with_kvcache(
+            a.q, a.k, a.v, cache_seqlens=a.seqused_k, cache_batch_idx=a.kv_batch_idx,
+            cache_leftpad=a.leftpad_k, block_table=a.block_table, return_softmax_lse=True,
+            **options,
+        )  # fmt: skip
+    return flash_attn_func(a.q, a.k, a.v, leftpad_k=a.leftpad_k, return_lse=True, **used, **options)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.name)
+def test_public_functions(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user calls takes these kernels by itself, forward and backward."""
+    monkeypatch.delenv("RIDGELINE_UNVERIFIED")
+    built = cases.build(case, "cuda")
+    a, hopper = built.arguments, arches.detect("cuda")
+    directions = ("fwd", "bwd") if case in BACKWARD else ("fwd",)
+    for direction in directions:
+        assert registry.select(a.problem(direction), hopper).name == "cute_sm90"
+    names = [n for n in ("q", "k", "v", "sinks") if getattr(a, n) is not None]
+    leaves = {n: getattr(a, n).detach().requires_grad_(case in BACKWARD) for n in names}
+    out, lse = _public(replace(a, **leaves))
+    exact, plain = cases.expected(case, True), cases.expected(case, False)
+    cases.assert_within_rule("out", out, exact["out"], plain["out"], a.q.dtype)
+    cases.assert_within_rule("lse", lse, exact["lse"], plain["lse"], torch.float32)
+    if case not in BACKWARD:
+        return
+    made, given = [out], [built.dout]
+    if built.dlse is not None:
+        made, given = [out, lse], [built.dout, built.dlse]
+    found = dict(zip(names, torch.autograd.grad(made, list(leaves.values()), given), strict=True))
+    grads = {f"d{name}": found.get(name) for name in ("q", "k", "v", "sinks")}
+    cases.assert_gradients(case, built, out, AttentionGrads(**grads))
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128), (200, 136)])

@@ -12,7 +12,7 @@ import torch
 from ridgeline.core import arch as arches
 from ridgeline.core import registry
 from ridgeline.kernels.attention import (
-    dispatch,
+    calls,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -240,23 +240,24 @@ def test_a_refused_backward_is_refused_before_the_forward(monkeypatch):
         flash_attn_func(q.requires_grad_(), q, q, impl="half")
     assert flash_attn_func(q, q, q).requires_grad  # left to choose, backward takes another
     _decide.cache_clear()
+    calls.forget()
 
 
 def test_decision_is_cached():
     q = torch.randn(1, 5, 2, 8)
-    sinks = torch.zeros(2)
-    flash_attn_func(q, q, q, sinks=sinks)
+    numbers = [getattr(Arguments(q, q, q), field.name) for field in fields(Arguments)[3:]]
+    attention_op(q, q, q, *numbers)
     before = _decide.cache_info()
-    flash_attn_func(q, q, q, sinks=sinks)
+    attention_op(q, q, q, *numbers)
     after = _decide.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
 def test_plain_calls_are_checked_once_a_kind(monkeypatch):
     checked = []
-    real = dispatch.check
-    monkeypatch.setattr(dispatch, "check", lambda a: (checked.append(a), real(a)))
-    monkeypatch.setattr(dispatch, "_known", {})
+    real = calls.check_static
+    monkeypatch.setattr(calls, "check_static", lambda a: (checked.append(a), real(a)))
+    calls.forget()
     q, k = torch.randn(1, 6, 4, 16), torch.randn(1, 7, 2, 16)
     first = flash_attn_func(q, k, k)
     assert torch.equal(flash_attn_func(q, k, k), first) and len(checked) == 1
@@ -265,6 +266,7 @@ def test_plain_calls_are_checked_once_a_kind(monkeypatch):
         flash_attn_func(q, k, k, softmax_scale=0.5),
         flash_attn_func(q, k, k, window_size=(1, 0)),
         flash_attn_func(q[:, :5], k, k),
+        flash_attn_func(q.transpose(1, 2).contiguous().transpose(1, 2), k, k),
         flash_attn_func(q, k[:, :6], k[:, :6]),
         flash_attn_func(q.double(), k.double(), k.double()),
         flash_attn_func(q, k, k, impl="ref"),

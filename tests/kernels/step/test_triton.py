@@ -13,6 +13,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from ridgeline.kernels.step import ref, triton, triton_attend, triton_ends, triton_rows
 from ridgeline.kernels.step.op import overlapped
+from ridgeline.kernels.step.triton_ask import Asked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,13 +122,17 @@ def test_a_chain_in_every_config(config, overlap):
 
 # ---- one token a sequence ------------------------------------------------------------------------
 
-# Keys of each sequence, H, G, D, tokens a page, window, whether heads are normed, the cut.
+# Keys of each sequence, H, G, D, tokens a page, window, whether heads are normed, the cut: keys a
+# tile, ranges, and keys a program where there are few (0: never one head alone).
 ATTENDED = {
-    "one key, many splits": ([1, 200], 8, 2, 128, 16, None, False, (16, 4)),
-    "at the edges of tiles": ([2, 32, 33, 65], 6, 2, 64, 32, None, True, (32, 16)),
-    "a window": ([100, 17, 21], 4, 4, 96, 16, 20, False, (16, 3)),
-    "several tiles a split": ([300], 9, 3, 64, 64, None, False, (32, 2)),
-    "one split": ([90], 4, 2, 128, 32, None, False, (32, 1)),
+    "one key, many splits": ([1, 200], 8, 2, 128, 16, None, False, (16, 4, 0)),
+    "at the edges of tiles": ([2, 32, 33, 65], 6, 2, 64, 32, None, True, (32, 16, 0)),
+    "a window": ([100, 17, 21], 4, 4, 96, 16, 20, False, (16, 3, 0)),
+    "several tiles a split": ([300], 9, 3, 64, 64, None, False, (32, 2, 0)),
+    "one split": ([90], 4, 2, 128, 32, None, False, (32, 1, 0)),
+    "near": ([1, 17, 18], 4, 2, 128, 16, None, True, (16, 4, 16)),
+    "near and far": ([65, 66], 3, 1, 64, 32, None, False, (32, 2, 16)),
+    "near, by a window": ([100, 17], 2, 2, 96, 16, 20, True, (16, 2, 16)),
 }
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 
@@ -155,10 +160,10 @@ def test_decode_attention(name, dtype):
     torch.manual_seed(0)
     case = ATTENDED[name]
     args, table, (mine, plain), options = attended(case, dtype)
-    block_n, splits = case[-1]
-    config = triton_attend.AttendConfig(block_n=block_n, splits=splits)
+    block_n, splits, near = case[-1]
+    config = triton_attend.AttendConfig(block_n=block_n, splits=splits, near=near)
     qkv, kept = args[0], mine[0]
-    heads = (qkv.shape[1] - 2 * kept.shape[1], kept.shape[1], kept.shape[2])
+    heads = (qkv.shape[1] - 2 * kept.shape[1], kept.shape[2])
     scratch = triton_attend.AttendScratch.of(len(qkv), *heads, qkv.device, config)
     for _ in range(2):  # counters are left as they were found
         got = triton_attend.decode_attention(*args, mine, table, scratch, **options)
@@ -195,32 +200,36 @@ def test_the_ends_of_a_step():
 
 
 @pytest.mark.skipif(not HOPPER, reason="a Hopper GPU")
-def test_overlapped_attention_is_the_same():
-    """Behind a kernel that writes what it reads, many times over, in a graph as the engine's."""
+@pytest.mark.parametrize("asking", [0, 512, 128])
+@pytest.mark.parametrize("config", triton_attend.CANDIDATES, ids=str)
+def test_overlapped_attention_is_the_same(config, asking):
+    """Behind a kernel that writes what it reads, many times over, in a graph as the engine's, with
+    weights asked for and without."""
     case = ([1, 64, 129, 700], 32, 8, 128, 64, None, False, None)
     args, table, (mine, plain), options = attended(case, torch.bfloat16)
     qkv, angles = args
-    scratch = triton_attend.AttendScratch.of(len(qkv), 32, 8, 128, qkv.device)
+    scratch = triton_attend.AttendScratch.of(len(qkv), 32, 128, qkv.device, config)
     sources = [
         torch.cat((torch.ones_like(qkv), torch.randn_like(qkv)), 1).flatten(1) for _ in range(40)
     ]
 
-    def chain(module, kept, **overlap):
+    def chain(module, kept, **options):
         return [
             triton_attend.decode_attention(
-                module.silu_mul(x).view_as(qkv), angles, kept, table, scratch, **overlap
+                module.silu_mul(x).view_as(qkv), angles, kept, table, scratch, **options
             )
             for x in sources
         ]
 
     want = chain(triton, plain)
+    told = {"asked": asked_of(asking)} if asking else {}
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        chain(overlapped(), mine, overlap=True)
+        chain(overlapped(), mine, overlap=True, **told)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = chain(overlapped(), mine, overlap=True)
+        found = chain(overlapped(), mine, overlap=True, **told)
     for _ in range(3):
         graph.replay()
     for got, plainly in zip(found, want, strict=True):
@@ -228,13 +237,20 @@ def test_overlapped_attention_is_the_same():
     assert torch.equal(mine[0], plain[0]) and torch.equal(mine[1], plain[1])
 
 
+def asked_of(piece: int) -> Asked:
+    """Parts of other sizes than a round of requests, one that is less than a piece."""
+    bytes_ = torch.zeros(2**24, dtype=torch.uint8, device=DEVICE)
+    return Asked((bytes_[: 2**23 + 1040], bytes_[:400]), piece)
+
+
 @pytest.mark.skipif(not HOPPER, reason="a Hopper GPU")
 def test_overlapped_is_the_same():
     x, delta = torch.randn(2, 4, 4096, dtype=torch.bfloat16, device=DEVICE)
     weight = torch.rand(4096, dtype=torch.bfloat16, device=DEVICE)
     mine, plain = x.clone(), x.clone()
-    for _ in range(20):
-        y = overlapped().add_rms_norm(mine, delta, weight, 1e-5)
+    for turn in range(20):
+        told = {"asked": asked_of(512)} if turn % 2 else {}
+        y = overlapped().add_rms_norm(mine, delta, weight, 1e-5, **told)
         z = overlapped().silu_mul(y)
         want = triton.add_rms_norm(plain, delta, weight, 1e-5)
     assert torch.equal(y, want) and torch.equal(z, triton.silu_mul(want))

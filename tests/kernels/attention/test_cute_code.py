@@ -1,0 +1,96 @@
+"""Machine code of the Hopper forwards, compiled without a GPU: hopper_code.py says what it must
+hold. A tile of each kind by default; every head dim with every mask and layout: `-m slow`."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (pip install ridgeline[hopper]) is not here")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
+
+from ridgeline.core.arch import KNOWN
+from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
+from ridgeline.kernels.attention import cute_sm90_cached_config as cached
+from ridgeline.kernels.attention.cute import cache as cache_
+from ridgeline.kernels.attention.cute import library
+from ridgeline.kernels.attention.problem import AttentionProblem
+from tests import hopper_code
+
+H200 = KNOWN["sm90"]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window_left=128),
+    "both-sides": dict(window_left=128, window_right=64),
+}
+
+
+def problem(dims: int | tuple[int, int], **changes: Any) -> AttentionProblem:
+    dim, dim_v = (dims, dims) if isinstance(dims, int) else dims
+    fields = dict(batch=1, seqlen_q=4096, seqlen_k=4096, heads=8, kv_heads=2) | changes
+    return AttentionProblem(head_dim=dim, head_dim_v=dim_v, **fields)
+
+
+FORWARD = {
+    "64-causal": problem(64, causal=True),
+    "128": problem(128),
+    "128-window-softcap-sinks-fp16": problem(
+        128, causal=True, window_left=128, softcap=30.0, sinks=True, dtype="float16"
+    ),
+    "256-causal-packed": problem(256, causal=True, varlen=True),
+}
+FEW = dict(seqlen_q=1, seqused=True)
+CACHED = {
+    "128-decode-split-pages-of-16": problem(128, **FEW, page_size=16),
+    "64-leftpad-rows": problem(64, causal=True, leftpad=True, kv_batch_idx=True),
+    "256-few-sinks": problem(256, seqlen_q=2, sinks=True, seqused=True, batch=64),
+    "128-packed-pages-of-256": problem(128, causal=True, varlen=True, page_size=256),
+}
+MANY = [
+    *(
+        problem(dims, **MASKS[mask], varlen=packed, **options)
+        for dims, mask, packed, options in itertools.product(
+            DIMS, MASKS, (False, True), ({}, dict(softcap=30.0, sinks=True), dict(seqlen_q=512))
+        )
+    ),
+    *(
+        problem(dims, **MASKS[mask], seqused=True, seqlen_q=rows, page_size=page, batch=batch)
+        for dims, mask, (rows, batch), page in itertools.product(
+            DIMS, ("full", "causal", "window"), ((1, 1), (1, 256), (300, 1)), (None, 8, 64, 256)
+        )
+    ),
+]
+
+
+def key_of(asked: AttentionProblem) -> tuple[Any, Any]:
+    if asked.direction == "fwd":
+        return cached.forward_key(asked, H200)
+    return bwd.backward_traits(asked), bwd.backward_config(asked, H200)
+
+
+def some(fast: dict[str, AttentionProblem], many: list[AttentionProblem]) -> list[Any]:
+    """Parameters: the kernels of `many`, each once, are slow."""
+    kernels = {cache_.kernel_name(*key_of(asked)): asked for asked in many}
+    few = [pytest.param(asked, id=name) for name, asked in fast.items()]
+    rest = [pytest.param(v, id=n, marks=pytest.mark.slow) for n, v in kernels.items()]
+    return few + rest
+
+
+def check(asked: AttentionProblem) -> None:
+    """Compile and look."""
+    if not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
+        pytest.skip("no linker here")
+    key = key_of(asked)
+    hopper_code.check(hopper_code.code_of(library.compile_kernel(*key)), *key)
+
+
+@pytest.mark.parametrize("asked", some(FORWARD | CACHED, MANY))
+def test_forward(asked: AttentionProblem, cache: Path) -> None:
+    assert cached.forward_refuses(asked, H200) is None
+    check(asked)
