@@ -45,7 +45,7 @@ _ROWS = (
     *(256, 512),
     *range(1024, 8193, 32),
 )
-"""Rows of activations at which a layer is asked for its kernel (256, 512: plans that were timed)."""
+"""Rows of activations at which a layer is asked for its kernel (256, 512: timed plans)."""
 _LENGTHS = (1024, 4096)
 """Of sequences: below and above where tiles change (cute_sm90_config.py)."""
 
