@@ -24,7 +24,8 @@ from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention import cute_sm90_cached_config as cached
 from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
-from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig, StreamConfig
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 _EM_CUDA = 190
 _VECTOR_ADD = r"\bREDG?\.E\.ADD\.F32x4|\bREDG?\b.*\.128"

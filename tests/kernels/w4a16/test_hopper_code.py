@@ -30,7 +30,7 @@ def config_of(**changes: Any) -> Any:
 
 
 FEW = {
-    "decode": config_of(m=1),
+    "decode": config_of(m=8),
     "decode-fp16-asymmetric": config_of(m=8, dtype="float16", group_size=64, symmetric=False),
     "stream": config_of(m=16),
     "matmul": config_of(m=512),
