@@ -81,6 +81,11 @@ def parts_of(device: str) -> Parts:
         "tensors of a backward": lambda: [
             make() for make in (back.dq, back.dk, back.dv, back.statistics, back.dq_sum)
         ],
+        "addresses of q, k, v": lambda: plan.readable(q, k, v),
+        "device, stream, work queue": lambda: (
+            torch._C._cuda_getDevice(),
+            cute._counter(q, plan.device),
+        ),
         "kernel of a forward": launch_of(lambda: cute.forward(q, k, v, options, extras)),
         "kernels of a backward": launch_of(
             lambda: cute.backward(dout, None, q, k, v, out, lse, options, extras)
