@@ -127,7 +127,7 @@ def pretend(notes: Notes) -> None:
 
     library.kernel = notes.attention
     cute_library.kernel = notes.w4a16
-    cute_sm90._launch = nothing
+    torch._C._cuda_getDevice = lambda: 0
     cute_sm90._stream = lambda device: 0
     ref.attention_ref = _no_reference
     ref.gradients = lambda made, leaves, *_: {n: torch.zeros_like(x) for n, x in leaves.items()}
