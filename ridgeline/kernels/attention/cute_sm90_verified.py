@@ -110,6 +110,11 @@ FEATURES = (
         uses=lambda p: _roles(p) and _wide(p),
         run=_ROLES,
     ),
+    Feature(  # dQ of (200, 136) was wrong on an H200 (test_wide_backward)
+        what="backward of head dims beyond 128 that are no multiples of 64",
+        uses=lambda p: _roles(p) and _wide(p) and (p.head_dim % 64 or p.head_dim_v % 64) != 0,
+        run=None,
+    ),
     Feature(
         what="backward with softcap, dense",
         uses=lambda p: _roles(p) and p.softcap > 0,
