@@ -22,6 +22,9 @@ _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
+_WIDTHS = ((192, 128), (192, 192), (256, 256))
+"""Head dims beyond 128 that forwards were compared at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
@@ -38,6 +41,10 @@ class Feature:
 
 def _wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def _widths(problem: AttentionProblem) -> tuple[int, int]:
+    return problem.head_dim, problem.head_dim_v
 
 
 def _narrow_backward(problem: AttentionProblem) -> bool:
@@ -68,6 +75,11 @@ FEATURES = (
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
+    ),
+    Feature(  # what test_wide_backward found at (200, 136) begins here: see log/attention_hopper.md
+        what="forward of head dims beyond 128 other than 192, 256 and (192, 128)",
+        uses=lambda p: p.direction == "fwd" and _wide(p) and _widths(p) not in _WIDTHS,
+        run=None,
     ),
     Feature(
         what="forward with used lengths, left padding or rows of a cache by index",
@@ -110,7 +122,7 @@ FEATURES = (
         uses=lambda p: _roles(p) and _wide(p),
         run=_ROLES,
     ),
-    Feature(  # dQ of (200, 136) was wrong on an H200 (test_wide_backward)
+    Feature(  # dQ of (200, 136) was wrong on an H200, with out and LSE of this forward
         what="backward of head dims beyond 128 that are no multiples of 64",
         uses=lambda p: _roles(p) and _wide(p) and (p.head_dim % 64 or p.head_dim_v % 64) != 0,
         run=None,
