@@ -188,7 +188,6 @@ def run_group(name: str, notes: Notes) -> None:
     verify.bitwise = lambda what, qkv, options, _count, once=verify.bitwise: once(
         what, qkv, options, 1
     )
-    verify.host_us = lambda run, count=1: float(run() is None)
     verify.bench.measure = lambda runs, *_, **__: {n: [run(), 1.0][1:] for n, run in runs.items()}
     verify.say = verify.cached.say = nothing
     found = {n.removeprefix("group_"): f for n, f in vars(verify).items() if "group_" in n}
