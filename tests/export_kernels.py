@@ -39,13 +39,13 @@ from ridgeline.kernels.attention import (
     cute_sm90_roles_config,
 )
 from ridgeline.kernels.attention.cute import cache
-from ridgeline.kernels.w4a16 import cute_cache, tiles
+from ridgeline.kernels.w4a16 import cute_cache, tiles, tiles_stream
 from tests import hopper_code
 
 ROOT = Path(__file__).parents[1]
 GROUPS = (
     "packed_wide", "used_backward", "narrow", "capture", "public", "used", "packed", "parts",
-    "pages", "again", "host", "deterministic", "turned_windows", "pair", "single", "softcap",
+    "pages", "again", "deterministic", "turned_windows", "pair", "single", "softcap",
     "helpers", "far", "repeats",
 )  # fmt: skip
 TESTS = (
@@ -58,7 +58,7 @@ EVERYTHING = (*GROUPS, "bench", *TESTS)
 
 _RECORDS = (
     cute_sm90_config, cute_sm90_backward_config, cute_sm90_cached_config, cute_sm90_roles_config,
-    tiles,
+    tiles, tiles_stream,
 )  # fmt: skip
 _COMPILERS = {
     "attention": "ridgeline.kernels.attention.cute.library",

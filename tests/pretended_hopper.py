@@ -127,7 +127,7 @@ def pretend(notes: Notes) -> None:
 
     library.kernel = notes.attention
     cute_library.kernel = notes.w4a16
-    cute_sm90._launch = nothing
+    torch._C._cuda_getDevice = lambda: 0
     cute_sm90._stream = lambda device: 0
     ref.attention_ref = _no_reference
     ref.gradients = lambda made, leaves, *_: {n: torch.zeros_like(x) for n, x in leaves.items()}
@@ -188,7 +188,6 @@ def run_group(name: str, notes: Notes) -> None:
     verify.bitwise = lambda what, qkv, options, _count, once=verify.bitwise: once(
         what, qkv, options, 1
     )
-    verify.host_us = lambda run, count=1: float(run() is None)
     verify.bench.measure = lambda runs, *_, **__: {n: [run(), 1.0][1:] for n, run in runs.items()}
     verify.say = verify.cached.say = nothing
     found = {n.removeprefix("group_"): f for n, f in vars(verify).items() if "group_" in n}

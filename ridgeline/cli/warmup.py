@@ -39,8 +39,13 @@ PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _ATTENTION = "ridgeline.kernels.attention.cute_sm90"
 _W4A16 = "ridgeline.kernels.w4a16.cute_library"
 LAYER = r"([1-9]\d*)x([1-9]\d*)(:silu)?"
-_ROWS = (*range(1, DECODE_ROWS + 1), *range(DECODE_ROWS + 1, 1024, 8), *range(1024, 8193, 32))
-"""Rows of activations at which a layer is asked for its kernel."""
+_ROWS = (
+    *range(1, DECODE_ROWS + 1),
+    *range(DECODE_ROWS + 1, 1024, 8),
+    *(256, 512),
+    *range(1024, 8193, 32),
+)
+"""Rows of activations at which a layer is asked for its kernel (256, 512: timed plans)."""
 _LENGTHS = (1024, 4096)
 """Of sequences: below and above where tiles change (cute_sm90_config.py)."""
 

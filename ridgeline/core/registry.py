@@ -9,6 +9,7 @@ error lists every implementation with its refusal. A fallback warns once a proce
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import warnings
@@ -49,6 +50,9 @@ class Impl:
     """Imported when chosen, never before."""
     needs: tuple[str, ...] = ()
     """Importable top-level packages it stands on, checked without importing them."""
+    early: bool = False
+    """Imported with the op's package where its packages are there: that takes longer than a first
+    call should."""
     extra: str = ""
     """The extra of this package that brings them: pip install ridgeline[extra]."""
     fallback: bool = False
@@ -215,6 +219,15 @@ def warn_lacking(problem: Any, arch: Arch, chosen: Impl) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def load_early(op: str) -> None:
+    """Import the modules that a first call should not wait for. One that cannot be imported says so
+    when it is chosen."""
+    for impl in _impls[op].values():
+        if impl.early and not missing_packages(impl):
+            with contextlib.suppress(ImportError, OSError):
+                load(impl)
 
 
 def load(impl: Impl) -> ModuleType:

@@ -62,9 +62,10 @@ class Asking:
 
 
 ASKINGS = (
-    Asking(before_qkv=16, attention=10),
-    Asking(before_qkv=16, attention=24),
-    Asking(before_qkv=16, attention=24, before_gate_up=16),
+    Asking(before_gate_up=24),
+    Asking(before_gate_up=40),
+    Asking(attention=9, before_gate_up=24),
+    Asking(attention=9, before_gate_up=40),
 )
 """What is tried when a step is recorded (graphs.py)."""
 
@@ -91,6 +92,8 @@ class DeviceForward(Forward):
     overlaps = False
     asks: tuple[dict[str, Any], ...] = ()
     """What each layer's kernels ask for early."""
+    head_config: Any = None
+    """Of the one-row kernel that computes a single row's logits; None: the general matmul."""
 
     def overlapped(self) -> Self:
         """The same step by kernels that start while the previous one ends."""
@@ -112,6 +115,12 @@ class DeviceForward(Forward):
         assert self.overlaps
         made = copy(self)
         made.asks = tuple(how.of(layer) for layer in self.weights.layers)
+        return made
+
+    def with_head(self, config: Any) -> Self:
+        """The same step of one row, the head by the kernel of one row."""
+        made = copy(self)
+        made.head_config = replace(config, overlap=self.overlaps)
         return made
 
     def _asked(self, index: int, place: str) -> dict[str, Any]:
@@ -179,7 +188,10 @@ class DeviceForward(Forward):
         return x_PC, self.small(x_PC).add_rms_norm(x_PC, None, norm, eps)
 
     def _head(self, y_RC: torch.Tensor) -> torch.Tensor:
-        return self.weights.head.wide(y_RC)
+        if self.head_config is None:
+            return self.weights.head.wide(y_RC)
+        head, options = self.weights.head.weight_NK, {"config": self.head_config}
+        return for_tensor(y_RC).row_linear(y_RC, head, dtype=torch.float32, **options)
 
     def _attended(
         self,

@@ -37,7 +37,7 @@ AHEAD_SIZE = 8
 """Largest batch that is started ahead: in a larger one some sequence ends every few steps."""
 WAYS_SIZE = 128
 """Largest batch of which other ways are tried: beyond it launches are nothing."""
-TRIALS = 5
+TRIALS = 9
 LEAST_GAIN = 0.02
 """By how much another way to compute a step must be faster to be taken."""
 LOGITS_GAP = 0.2
@@ -202,8 +202,9 @@ class DecodeGraphs:
         times = self.times_ms[size] = {"matmuls": self._time_ms(first)}
         self._try(size, self._other_ways(size), found)
         if size <= AHEAD_SIZE:
-            best = fastest(times, found)
-            self._try(size, self._asking_ways(best, found[best].forward), found)
+            for more in (self._asking_ways, self._head_ways):
+                best = fastest(times, found)
+                self._try(size, more(best, found[best]), found)
         return found[fastest(times, found)]
 
     def _try(
@@ -229,11 +230,21 @@ class DecodeGraphs:
                 self.refused[name] = "its logits are not those of the first way"
 
     @staticmethod
-    def _asking_ways(name: str, forward: Forward) -> Iterator[tuple[str, Callable[[], Forward]]]:
+    def _asking_ways(name: str, best: Recorded) -> Iterator[tuple[str, Callable[[], Forward]]]:
         """A way, its small kernels asking for the weights to come."""
+        forward = best.forward
         if isinstance(forward, DeviceForward) and forward.overlaps and forward.joined is not None:
             for how in ASKINGS:
                 yield f"{name}, {how}", partial(forward.asking, how)
+
+    @staticmethod
+    def _head_ways(name: str, best: Recorded) -> Iterator[tuple[str, Callable[[], Forward]]]:
+        """A way of one row by matmuls, its head by the kernel of one row."""
+        forward, one = best.forward, best.logits.shape[0] == 1
+        if one and isinstance(forward, DeviceForward) and not isinstance(forward, RowForward):
+            for config in row_configs() if forward.overlaps else ():
+                tile = f"{config.block_n}x{config.block_k}"
+                yield f"{name}, head {tile}", partial(forward.with_head, config)
 
     def _other_ways(self, size: int) -> Iterator[tuple[str, Callable[[], Forward]]]:
         """Ways to compute a step of so many single tokens, beside the runner's own."""

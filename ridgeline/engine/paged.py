@@ -76,14 +76,17 @@ class PagedKV:
         no more; beside what runs where the system can (the thread that does it), else at once."""
         if self.k.device.type != "cpu":
             return None
-        sizes = [(t.data_ptr(), t.numel() * t.element_size()) for t in (self.k, self.v)]
-        if populate(*sizes[0], most=mmap.PAGESIZE):
-            work = threading.Thread(
-                target=lambda: [populate(*size) for size in sizes], name="cache", daemon=True
-            )
-            work.start()
-            return work
-        for tensor in (self.k, self.v):  # nothing is in it yet
+        tensors = (self.k, self.v)  # held by the thread, though the engine may end before it
+        if populate(self.k.data_ptr(), mmap.PAGESIZE * 2):
+
+            def work() -> None:
+                for tensor in tensors:
+                    populate(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+            thread = threading.Thread(target=work, name="cache", daemon=True)
+            thread.start()
+            return thread
+        for tensor in tensors:  # nothing is in it yet
             tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].zero_()
         return None
 

@@ -12,14 +12,13 @@ STRIDE = 2**24
 """Bytes a call: the process's other page faults need not wait long."""
 
 
-def populate(address: int, size: int, most: int | None = None) -> bool:
-    """Have the pages of [address, address + size), `most` bytes of them; what is there stays,
-    also what others write meanwhile. False where the system cannot do that."""
+def populate(address: int, size: int) -> bool:
+    """Have the whole pages of [address, address + size); what is there stays, also what others
+    write meanwhile. False where the system cannot do that."""
     if sys.platform != "linux":
         return False
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    end = end if most is None else min(end, first + most)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start in range(first, end, STRIDE):

@@ -81,8 +81,9 @@ def test_each_kernel_is_compiled_once_and_then_found(compiled, capsys):
 def test_flags_are_the_problems(compiled):
     flags = {"ops": ("attention",), "head_dims": (64, 96), "dtypes": ("float16",), "arch": "sm90"}
     warmup(WarmupConfig(**flags, masks=("full", "window"), layouts=("varlen",), softcap=True))
-    seen = [(p.head_dim, p.causal, p.window_left) for p in compiled]
-    assert seen == [(64, False, None), (64, True, 1024), (96, False, None), (96, True, 1024)]
+    seen = [(p.head_dim, p.causal, p.window_left, p.direction) for p in compiled]
+    masks, directions = ((False, None), (True, 1024)), ("fwd", "bwd")
+    assert seen == [(d, *mask, way) for d in (64, 96) for mask in masks for way in directions]
     assert all(p.varlen and p.softcap and not p.sinks for p in compiled)
     assert {p.dtype for p in compiled} == {"float16"}
 

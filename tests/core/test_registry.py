@@ -135,3 +135,19 @@ def test_registering_twice_is_our_bug(toy):
 def test_a_pretended_device_is_not_judged_by_what_is_installed_here(toy):
     assert registry.select(Toy(8), arch.pretend("sm90")).name == "missing"
     assert registry.missing_packages(registry.impls("toy")[0]) == ["no_such_package"]
+
+
+def test_what_a_first_call_should_not_wait_for_is_imported_early(monkeypatch):
+    made = {name: _impl(name, 0, ("any",), early=name != "b") for name in "abcd"}
+    made["c"] = replace(made["c"], needs=("no_such_package",))
+    monkeypatch.setitem(registry._impls, "soon", made)
+    loaded = []
+
+    def load(impl):
+        loaded.append(impl.name)
+        if impl.name == "a":
+            raise ImportError("broken")
+
+    monkeypatch.setattr(registry, "load", load)
+    registry.load_early("soon")
+    assert loaded == ["a", "d"]

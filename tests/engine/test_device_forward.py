@@ -10,9 +10,10 @@ import torch
 
 from ridgeline.engine.device_forward import ASKINGS, Asking, DeviceForward, first_bytes
 from ridgeline.engine.forward import Forward
-from ridgeline.engine.graphs import DecodeGraphs
+from ridgeline.engine.graphs import DecodeGraphs, Recorded
 from ridgeline.engine.paged import DeviceAttention, HostAttention
 from ridgeline.engine.weights import weights_of
+from ridgeline.kernels.step.op import for_tensor, row_configs
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_paged import device_batch, filled, spans
 
@@ -97,10 +98,39 @@ def test_small_kernels_ask_for_what_comes_next():
     assert starts == [*want, []]  # the final norm asks for nothing
 
 
-def test_only_an_overlapped_joined_way_asks():
+def test_which_ways_have_more_ways():
+    """Overlapped joined ones ask; of one row by matmuls, the head may be the row kernel's."""
+
+    def names(of, forward, rows: int) -> list[str]:
+        recorded = Recorded(lambda: None, torch.zeros(rows, 8), None, forward)
+        return [name for name, _ in of("x", recorded)]
+
     forward = DeviceForward(weights_of(tiny_decoder()), 128)
-    assert not list(DecodeGraphs._asking_ways("x", forward))
-    assert not list(DecodeGraphs._asking_ways("x", forward.overlapped()))
-    made = forward.overlapped().joining(2)
-    names = [name for name, _ in DecodeGraphs._asking_ways("x", made)]
-    assert names == [f"x, {how}" for how in ASKINGS] and len(set(names)) == len(names)
+    asking, head = DecodeGraphs._asking_ways, DecodeGraphs._head_ways
+    assert not names(asking, forward, 1) and not names(asking, forward.overlapped(), 1)
+    joined = forward.overlapped().joining(2)
+    found = names(asking, joined, 2)
+    assert found == [f"x, {how}" for how in ASKINGS] and len(set(found)) == len(found)
+    if importlib.util.find_spec("triton") is not None:
+        assert len(set(names(head, joined, 1))) == 3
+        assert not names(head, joined, 2) and not names(head, forward, 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's configs")
+def test_the_head_by_rows_is_the_head():
+    forward = DeviceForward(weights_of(tiny_decoder()), 128)
+    y_1C = torch.randn(1, forward.weights.config.hidden_size)
+    ref = for_tensor(y_1C)
+    made = forward.with_head(row_configs()[1])
+    seen = []
+
+    class Step:
+        def row_linear(self, x, weight, dtype, config):
+            seen.append(config)
+            return ref.row_linear(x, weight, dtype=dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeline.engine.device_forward.for_tensor", lambda like: Step())
+        got = made._head(y_1C)
+    torch.testing.assert_close(got, forward._head(y_1C), atol=1e-5, rtol=1e-5)
+    assert [config.block_n for config in seen] == [row_configs()[1].block_n]

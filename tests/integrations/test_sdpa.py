@@ -259,6 +259,7 @@ def test_values_and_gradients_on_a_gpu(calls, S, T, mask):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_compiled_and_exported_on_a_gpu():
     inputs = [x.detach() for x in _on_gpu(*_qkv(64, 64), torch.rand(64, 64) < 0.6)]
     layer = _Layer()

@@ -39,6 +39,7 @@ from ridgeline.kernels.attention import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from ridgeline.kernels.attention.cute import library
 from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOptions
 
 SHAPE = (1, 256, 8, 128)
@@ -55,7 +56,7 @@ def pretend_an_h200() -> None:
     dispatch.arch_of = lambda device: arches.pretend("sm90")
     cute._arch = lambda device: arches.KNOWN["sm90"]
     cute._stream = lambda device: 0
-    cute.library.kernel = lambda *key: kernel
+    library.kernel = lambda *key: kernel
     torch._C._cuda_getDevice = lambda: 0
     torch.cuda.is_current_stream_capturing = lambda: False
 
@@ -81,6 +82,11 @@ def parts_of(device: str) -> Parts:
         "tensors of a backward": lambda: [
             make() for make in (back.dq, back.dk, back.dv, back.statistics, back.dq_sum)
         ],
+        "addresses of q, k, v": lambda: plan.readable(q, k, v),
+        "device, stream, work queue": lambda: (
+            torch._C._cuda_getDevice(),
+            cute._counter(q, plan.device),
+        ),
         "kernel of a forward": launch_of(lambda: cute.forward(q, k, v, options, extras)),
         "kernels of a backward": launch_of(
             lambda: cute.backward(dout, None, q, k, v, out, lse, options, extras)
@@ -147,13 +153,13 @@ def launch_of(run: Callable[[], object]) -> Callable[[], object]:
     """What a call hands to its kernel, again and again: TVM-FFI, the driver, no more of ours."""
     cute: Any = importlib.import_module(CUTE)
     seen: list[tuple[Any, tuple]] = []
-    loaded = cute.library.kernel
-    cute.library.kernel = lambda *key: lambda *given: seen.append((loaded(*key), given))
+    loaded = library.kernel
+    library.kernel = lambda *key: lambda *given: seen.append((loaded(*key), given))
     cute._plans.clear()
     try:
         run()
     finally:
-        cute.library.kernel = loaded
+        library.kernel = loaded
         cute._plans.clear()
     kernel, given = seen[0]
     return lambda: kernel(*given)

@@ -6,11 +6,11 @@ One group a process, so that one that hangs costs its own time limit only. Group
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
 deterministic, turned_windows (deterministic windows), packed_wide and used_backward (sequences that
-end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing),
-host (microseconds of the host a call, and where they go; prints); those of the forward over caches
-are in verify_hopper_cached.py. Every gradient is compared with the fp64 reference: error <= 2 x
-PyTorch's in the same dtype + one rounding. Lines begin with ok,
-BAD or missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON.
+end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing);
+those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared with the
+fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
+missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
+call costs the host: bench_host.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import bench_attention_hopper as bench
@@ -28,7 +27,7 @@ import torch
 import verify_hopper_cached as cached
 
 from ridgeline.core.errors import UserError
-from ridgeline.kernels.attention import calls, cute_sm90, flash_attn_func, ref
+from ridgeline.kernels.attention import calls, cute_sm90, ref
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
@@ -228,7 +227,6 @@ def grid(dims: list[tuple[int, int]], variants: list[Variant], deterministic: bo
 def group_narrow() -> None:
     grid([(64, 64), (128, 128)], [Variant()], False)
     grid([(64, 64), (128, 128)], [Variant()], True)
-    host_time()
 
 
 def group_helpers() -> None:
@@ -384,66 +382,6 @@ def in_turns(cell: bench.Cell, variants: list[Variant]) -> dict[str, list]:
     times = bench.measure(runs, rounds=5, target_ms=6)
     cute_sm90._plans = {}
     return times
-
-
-def host_time() -> None:
-    """Microseconds of the host a call, on shapes so small that the GPU waits."""
-    qkv = leaves((256, 256, 8, 8), (128, 128), batch=1)
-    options = masks((128, 128))[1]
-    out, lse = cute_sm90.forward(*qkv, options, AttentionExtras())
-    tensors = (torch.randn_like(out), None, *qkv, out, lse, options, AttentionExtras())
-    q, k, v = (x.clone().requires_grad_() for x in qkv)
-
-    def trained() -> None:
-        flash_attn_func(q, k, v, causal=True).backward(tensors[0])
-
-    runs = {
-        "forward": lambda: cute_sm90.forward(*qkv, options, AttentionExtras()),
-        "backward": lambda: cute_sm90.backward(*tensors),
-        "flash_attn_func": lambda: flash_attn_func(*qkv, causal=True),
-        "flash_attn_func and its gradients": trained,
-        "empty_like": lambda: torch.empty_like(out),
-        "plan of a forward": lambda: cute_sm90._planned("fwd", qkv, options, AttentionExtras()),
-    }
-    for kind in ("fwd", "bwd"):
-        runs |= launches_of(kind, runs["forward" if kind == "fwd" else "backward"])
-    for name, run in runs.items():
-        try:
-            print(f"host {name}: {host_us(run):.1f} us a call", flush=True)
-        except UserError as error:
-            print(f"host {name}: {error}", flush=True)
-
-
-def launches_of(kind: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    """What a call hands to its kernel, launched again and again: the way through the driver."""
-    seen: list[tuple] = []
-    loaded = cute_sm90.library.kernel
-    cute_sm90.library.kernel = lambda *key: lambda *given: seen.append((loaded(*key), given))
-    cute_sm90._plans.clear()
-    try:
-        run()
-    finally:
-        cute_sm90.library.kernel = loaded
-        cute_sm90._plans.clear()
-    kernel, arguments = seen[0]
-    return {f"kernel of a {kind}": lambda: kernel(*arguments)}
-
-
-def host_us(run: Callable[[], object], count: int = 20) -> float:
-    """Median over turns of calls that the GPU does not hold up."""
-    run()
-    found = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        found.append((time.perf_counter() - start) / count * 1e6)
-    return sorted(found)[len(found) // 2]
-
-
-def group_host() -> None:
-    host_time()
 
 
 def main() -> None:

@@ -80,15 +80,7 @@ def attention(a: Arguments, numbers: tuple[Any, ...] | None = None) -> Pair:
     else:
         tensors = tensors[:3]
         kind = _learn(a, _plain_key(a.q, a.k, a.v, numbers, a.needs_grad), prepared=True)
-    if a.needs_grad:
-        return _Attention.apply(kind, *tensors)
-    with torch.no_grad():
-        return kind.forward(*tensors)
-
-
-def attend(a: Arguments, kind: Kind) -> Pair:
-    """The forward of a call of a kind, which passed its checks."""
-    return kind.forward(*_tensors_of(a))
+    return _Attention.apply(kind, *tensors) if a.needs_grad else kind.run(a)
 
 
 def kind_of(a: Arguments, more: Callable[[], None] | None = None) -> Kind:
@@ -176,7 +168,11 @@ class Kind:
         return (*tensors, *(None,) * (_NUM_TENSORS - len(tensors)), *self._numbers)
 
     def _forward(self, *tensors: torch.Tensor | None) -> Pair:
-        a = with_fp32_sinks(Arguments(*self.values(tensors)))
+        return self.run(Arguments(*self.values(tensors)))
+
+    def run(self, a: Arguments) -> Pair:
+        """The forward of a call of this kind."""
+        a = with_fp32_sinks(a)
         out, lse = self._module.forward(a.q, a.k, a.v, self._options, a.extras())
         return out.contiguous(), lse.contiguous()
 

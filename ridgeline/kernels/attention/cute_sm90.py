@@ -51,7 +51,7 @@ from ridgeline.kernels.attention.problem import (
 )
 from ridgeline.kernels.attention.recent import Recent
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[int, torch.Tensor] = {}
 _plans: Recent[Plan] = Recent(2048)
 _option_values = operator.attrgetter(*[field.name for field in fields(AttentionOptions)])
 """A tuple is hashed and compared in half of the time of a dataclass."""
@@ -463,7 +463,7 @@ def _counter(q: torch.Tensor, device: int) -> torch.Tensor:
     other and beside the stream they were captured on."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=q.device)
-    key = (device, _stream(device))
+    key = _stream(device) << 8 | device
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=q.device)

@@ -23,6 +23,9 @@ _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
 _PERSISTENT = "H200, 2026-11-30, checks at commit 7c6a276"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
+_WIDTHS = ((192, 128), (192, 192), (256, 256))
+"""Head dims beyond 128 that forwards were compared at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
@@ -39,6 +42,10 @@ class Feature:
 
 def _wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def _widths(problem: AttentionProblem) -> tuple[int, int]:
+    return problem.head_dim, problem.head_dim_v
 
 
 def _narrow_backward(problem: AttentionProblem) -> bool:
@@ -75,6 +82,11 @@ FEATURES = (
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
+    ),
+    Feature(  # what test_wide_backward found at (200, 136) begins here: see log/attention_hopper.md
+        what="forward of head dims beyond 128 other than 192, 256 and (192, 128)",
+        uses=lambda p: p.direction == "fwd" and _wide(p) and _widths(p) not in _WIDTHS,
+        run=None,
     ),
     Feature(
         what="forward with used lengths, left padding or rows of a cache by index",
@@ -121,6 +133,11 @@ FEATURES = (
         what="backward of head dims beyond 128, dense",
         uses=lambda p: _roles(p) and _wide(p),
         run=_ROLES,
+    ),
+    Feature(  # dQ of (200, 136) was wrong on an H200, with out and LSE of this forward
+        what="backward of head dims beyond 128 that are no multiples of 64",
+        uses=lambda p: _roles(p) and _wide(p) and (p.head_dim % 64 or p.head_dim_v % 64) != 0,
+        run=None,
     ),
     Feature(
         what="backward with softcap, dense",

@@ -29,6 +29,7 @@ from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 assert _registrations is not None  # imported for its registrations
+registry.load_early("attention")
 _FIELDS = [field.name for field in fields(Arguments)]
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 """The first arguments, in their order."""

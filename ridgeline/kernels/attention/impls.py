@@ -1,7 +1,8 @@
 """The attention implementations, one registration each: name, where it runs, what it refuses.
 
 Priorities: cute_sm90 400 > triton 300 > cpu 200 > ref 100 > tiled 0 (documentation, asked for by
-name). A module is imported only when its implementation is chosen.
+name). A module is imported only when its implementation is chosen, but cute_sm90's: TVM-FFI takes
+longer to import than a first call may add. It imports neither the DSL nor asks for a device.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ register(
         priority=400,
         module=f"{_MODULE}.cute_sm90",
         needs=("tvm_ffi",),
+        early=True,
         extra="hopper",
         config=_cute_sm90_config,
         summary="FlashAttention-3 in the CuTe DSL, Hopper",

@@ -23,7 +23,7 @@ import torch
 from ridgeline.core.errors import bad_value, unsupported
 from ridgeline.kernels.attention.append_op import append_checked, append_op, rotate_checked
 from ridgeline.kernels.attention.arguments import Arguments, check_static, window_bounds
-from ridgeline.kernels.attention.calls import attend, attention, kind_of, known
+from ridgeline.kernels.attention.calls import attention, kind_of, known
 from ridgeline.kernels.attention.dispatch import eager
 from ridgeline.kernels.attention.kvcache import (
     Where,
@@ -271,11 +271,13 @@ def flash_attn_with_kvcache(
     )
     plain = block_table is None and cache_batch_idx is None and cache_leftpad is None
     sliced = host_length is not None and plain and q.device.type == "cpu"
-    used = slice(0, host_length + new_tokens) if sliced and host_length is not None else slice(None)
+    k_used, v_used = k_cache, v_cache
+    if sliced and host_length is not None:
+        k_used, v_used = (x[:, : host_length + new_tokens] for x in (k_cache, v_cache))
     a = Arguments(
         q=q,
-        k=k_cache[:, used],
-        v=v_cache[:, used],
+        k=k_used,
+        v=v_used,
         sinks=sinks,
         seqused_k=None if sliced else seqused,
         leftpad_k=cache_leftpad,
@@ -324,7 +326,7 @@ def _append_and_attend(
         if rotary[0] is not None:  # before the append: it checks the tables
             a = replace(a, q=_rotated(a.q, where, advance, fused=True))
         append_checked(*caches_and_new, where)
-        return attend(a, kind)
+        return kind.run(a)
 
 
 def _results(
@@ -342,7 +344,7 @@ def _results(
 
 
 def _refuse_slope_gradients(a: Arguments) -> None:
-    if _needs_grad(a.alibi_slopes):
+    if a.alibi_slopes is not None and _needs_grad(a.alibi_slopes):
         raise unsupported(
             "attention",
             "alibi_slopes",
@@ -367,7 +369,12 @@ def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110 (a generator takes twice the time)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _seed_offset(dropout_p: float, seed: int | None, offset: int) -> torch.Tensor | None:

@@ -65,9 +65,8 @@ FEW = 8
 """Sequences up to which a step's programs do not fill the device."""
 CANDIDATES = (
     AttendConfig(),
-    AttendConfig(block_n=32, num_warps=1),
     AttendConfig(num_warps=8, near=256),
-    AttendConfig(near=128),
+    AttendConfig(block_n=128, num_warps=16, near=256),
 )
 """What an engine tries when it records a step (engine/graphs.py): few warps wait less for each
 other, many read more at once."""
@@ -146,6 +145,7 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     NEAR: tl.constexpr,
     REACH: tl.constexpr,
+    NEAR_RANGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
     ASKED: tl.constexpr,
@@ -155,10 +155,7 @@ def _decode_attention(
     if OVERLAP:
         gdc_launch_dependents()
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    worker = program + tl.program_id(1) * tl.num_programs(0)
-    workers = tl.num_programs(0) * tl.num_programs(1)
     asked = (a0_ptr, a1_ptr, a2_ptr, a3_ptr, a0_bytes, a1_bytes, a2_bytes, a3_bytes)
-    asking = (asked, worker, workers)
     H: tl.constexpr = G * GROUP
     T = tl.load(keys_ptr + b * stride_keys)
     new = T - 1  # the new key's position; the keys before it are in the cache
@@ -168,34 +165,59 @@ def _decode_attention(
     row = (qkv_ptr + b * stride_qkv, table_ptr + b * stride_table)
     rotation = (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr)
     parts = (part_ptr, lse_ptr, count_ptr + b * H, o_ptr)
-    is_near = False
+    keys, numbers = (first, new), (scale_log2, eps)
     if NEAR > 0:
-        is_near = new - first <= REACH
-    if is_near:
-        active = tl.maximum(tl.cdiv(new - first, NEAR), 1)
-        if program < H * active:
-            attend_head(
-                row, (k_ptr, v_ptr), rotation, parts, asking, (program % H, program // H, b),
-                (first, new, active), (scale_log2, eps),
-                G, GROUP, D, BLOCK_HALF, BLOCK_D, W, NORM, NEAR, SPLITS,
-                (REACH + NEAR - 1) // NEAR, OVERLAP, ASKED, PIECE, THREADS,
-            )  # fmt: skip
-        elif OVERLAP:
-            ask(asked, worker, workers, ASKED, THREADS, PIECE)
-    else:
-        start = first // BLOCK_N * BLOCK_N
-        tiles = tl.cdiv(tl.maximum(new - start, 0), BLOCK_N)
-        active = tl.minimum(tl.maximum(tiles, 1), SPLITS)
-        split, g = program % SPLITS, program // SPLITS
-        if split < active and g < G:
-            _attend_range(
-                row, (k_ptr, v_ptr), rotation, parts, asking, (g, split, b),
-                (first, new, start, tiles, active), (scale_log2, eps),
+        if new - first <= REACH:
+            active = tl.maximum(tl.cdiv(new - first, NEAR), 1)
+            if program < H * active:
+                attend_head(
+                    row, (k_ptr, v_ptr), rotation, parts, (program % H, program // H, b),
+                    (first, new, active), numbers,
+                    G, GROUP, D, BLOCK_HALF, BLOCK_D, W, NORM, NEAR, SPLITS, NEAR_RANGES, OVERLAP,
+                )  # fmt: skip
+            elif ASKED > 0:
+                if b == 0:
+                    idle = tl.num_programs(0) - H * active
+                    ask(asked, program - H * active, idle, ASKED, THREADS, PIECE)
+        else:
+            _attend_ranges(
+                row, (k_ptr, v_ptr), rotation, parts, asked, (program, b), keys, numbers,
                 G, GROUP, ROWS, D, BLOCK_HALF, BLOCK_D, W, NORM, BLOCK_N, SPLITS, PRECISION,
                 OVERLAP, ASKED, PIECE, THREADS,
             )  # fmt: skip
-        elif OVERLAP:
-            ask(asked, worker, workers, ASKED, THREADS, PIECE)
+    else:
+        _attend_ranges(
+            row, (k_ptr, v_ptr), rotation, parts, asked, (program, b), keys, numbers,
+            G, GROUP, ROWS, D, BLOCK_HALF, BLOCK_D, W, NORM, BLOCK_N, SPLITS, PRECISION,
+            OVERLAP, ASKED, PIECE, THREADS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_ranges(
+    row, caches, rotation, parts, asked, place, keys, numbers,
+    G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    ASKED: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """A program's group and range; those that the first sequence leaves idle ask for weights."""
+    program, b = place
+    first, new = keys
+    start = first // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(tl.maximum(new - start, 0), BLOCK_N)
+    active = tl.minimum(tl.maximum(tiles, 1), SPLITS)
+    split, g = program % SPLITS, program // SPLITS
+    if split < active and g < G:
+        _attend_range(
+            row, caches, rotation, parts, (g, split, b), (first, new, start, tiles, active),
+            numbers, G, GROUP, ROWS, D, BLOCK_HALF, BLOCK_D, W, NORM, BLOCK_N, SPLITS, PRECISION,
+            OVERLAP,
+        )  # fmt: skip
+    elif ASKED > 0:
+        if (b == 0) & (g < G):
+            idle = SPLITS - active
+            ask(asked, g * idle + split - active, G * idle, ASKED, THREADS, PIECE)
 
 
 @triton.jit
@@ -204,7 +226,6 @@ def _attend_range(
     caches,
     rotation,
     parts,
-    asking,
     place,
     keys,
     numbers,
@@ -220,16 +241,12 @@ def _attend_range(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ASKED: tl.constexpr,
-    PIECE: tl.constexpr,
-    THREADS: tl.constexpr,
 ):
     """All heads of a group over one range of keys."""
     qkv_ptr, table_ptr = row
     k_ptr, v_ptr = caches
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr = rotation
     part_ptr, lse_ptr, count_ptr, o_ptr = parts
-    asked, worker, workers = asking
     g, split, b = place
     first, new, start, tiles, active = keys
     scale_log2, eps = numbers
@@ -256,7 +273,6 @@ def _attend_range(
     sin = tl.load(sin_ptr + new.to(tl.int64) * D + HALF + halves, mask=in_half, other=0.0)
     new_slot = slots_of(table_ptr, new, new + 1, W)
     if OVERLAP:
-        ask(asked, worker, workers, ASKED, THREADS, PIECE)
         gdc_wait()
 
     rows = tl.arange(0, ROWS)
@@ -410,8 +426,8 @@ def decode_attention(
     config = scratch.config
     o_BHD = qkv_BHD.new_empty(B, H, D)
     reach = config.reach(B) if config.near else 0
-    programs = max(config.splits * G, H * -(-reach // max(config.near, 1)))
-    _decode_attention[(programs, B)](
+    ranges = -(-reach // max(config.near, 1))
+    _decode_attention[(max(config.splits * G, H * ranges), B)](
         qkv_BHD,
         k_flat,
         v_flat,
@@ -443,6 +459,7 @@ def decode_attention(
         SPLITS=config.splits,
         NEAR=config.near if reach else 0,
         REACH=reach,
+        NEAR_RANGES=ranges,
         PRECISION="ieee" if qkv_BHD.dtype == torch.float32 else None,
         OVERLAP=overlap,
         ASKED=len(asked.parts),

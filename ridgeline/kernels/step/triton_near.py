@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ridgeline.kernels.step.triton_ask import ask
-
 
 @triton.jit
 def normed(low, high, norm_ptr, cols, mask, eps, HALF: tl.constexpr, NORM: tl.constexpr):
@@ -44,7 +42,6 @@ def attend_head(
     caches,
     rotation,
     parts,
-    asking,
     place,
     keys,
     numbers,
@@ -59,9 +56,6 @@ def attend_head(
     SPLITS: tl.constexpr,
     NEAR_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ASKED: tl.constexpr,
-    PIECE: tl.constexpr,
-    THREADS: tl.constexpr,
 ):
     """One query head over one range of at most NEAR keys; arguments as _decode_attention has
     them."""
@@ -69,7 +63,6 @@ def attend_head(
     k_ptr, v_ptr = caches
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr = rotation
     part_ptr, lse_ptr, count_ptr, o_ptr = parts
-    asked, worker, workers = asking
     h, split, b = place
     first, new, active = keys
     scale_log2, eps = numbers
@@ -94,7 +87,6 @@ def attend_head(
     sin = tl.load(sin_ptr + new.to(tl.int64) * D + HALF + halves, mask=in_half, other=0.0)[None, :]
     new_slot = slots_of(table_ptr, new, new + 1, W)
     if OVERLAP:
-        ask(asked, worker, workers, ASKED, THREADS, PIECE)
         gdc_wait()
 
     dtype = qkv_ptr.dtype.element_ty

@@ -12,8 +12,8 @@ from ridgeline.kernels.w4a16.tiles import (
     SCALE_KIND,
     DecodeConfig,
     MatmulConfig,
-    StreamConfig,
 )
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 DECODE_ROWS = 16
 """Most rows of the decode kernel; above 8 on large layers, and above it on all, WGMMA is faster."""
 _DECODE_BYTES = 60e6
-"""Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us against 37.9 on (8192, 28672)
-at 16 rows; one H200, 2026-11-29."""
+"""Codes of a layer from which WGMMA is faster above 8 rows: 36.4 us for 37.9 at (8192, 28672)."""
 
 
 def uses_decode(m: int, n: int, k: int) -> bool:
@@ -80,8 +79,6 @@ class StreamLaunch:
     config: StreamConfig
     columns: int
     """Blocks along the outputs; times `config.cluster` along K."""
-    steps: int
-    """Of config.step_k inputs, a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +126,7 @@ def triton_config(m: int, n: int, k: int, packed_group: int, invariant: bool) ->
 
 
 # (warps, stages, blocks an SM, buffers of sums, reducers, cycles that splitting K costs), tuned on
-# one H200, 2026-11-29: few rows of small layers, few rows, 9 to 16 rows.
+# an H200: few rows of small layers, few rows, 9 to 16 rows.
 _DECODE_SMALL = (8, 2, 2, 2, 4, 600)
 _DECODE_FEW = (16, 2, 1, 1, 4, 2000)
 _DECODE_MORE = (8, 3, 1, 2, 4, 0)
@@ -145,9 +142,8 @@ _SPLIT_TILE_CYCLES = 4500
 def prefers_lean(rows: int, n: int, k: int) -> bool:
     """Whether the decode kernel brings activations by TMA (DecodeConfig.lean) or row by row.
 
-    One H200, 2026-11-29 and 30, microseconds lean / by rows: (8192, 28672) 33.5 / 31.9 at one row,
-    32.9 / 34.7 at 8, 39.9 / 42.0 at 16; (4096, 4096) 5.82 / 5.11 at one row, 5.60 / 5.52 at 4, 5.1
-    / 6.1 at 8: TMA fills rows that do not exist slower than it reads them.
+    One H200, microseconds lean / by rows: (8192, 28672) 33.5 / 31.9 at one row, 32.9 / 34.7 at 8;
+    (4096, 4096) 5.82 / 5.11 at one row, 5.60 / 5.52 at 4: TMA fills missing rows slowly.
     """
     return rows > 4
 
@@ -165,16 +161,16 @@ def decode_launch(
     lean = prefers_lean(rows, n, k) if lean is None else lean
     few = _DECODE_SMALL if n * k / 2 < _SMALL_LAYER_BYTES else _DECODE_FEW
     tile = few if rows <= 8 else _DECODE_MORE
-    splits = _MEASURED_SPLITS.get((k, n, 8 if rows <= 8 else 16))
-    if splits is not None and sms == _MEASURED_SMS and not invariant:
-        launch = _decode_candidate(traits, rows, n, k, sms, (*tile, lean), tile[1], splits)
+    cut = _MEASURED_SPLITS.get((k, n, 8 if rows <= 8 else 16))
+    if cut is not None and sms == _MEASURED_SMS and not invariant:
+        launch = _decode_candidate(traits, rows, n, k, sms, (*tile, lean), tile[1], cut)
         if launch is not None:
             return launch
     found = []
     for stages in range(tile[1], 0, -1):
         for splits in (1, 2, 4, 8, 16, 32, 64):
             asked = (*tile, lean)
-            launch = _decode_candidate(traits, rows, n, k, sms, asked, stages, splits)
+            launch = _decode_candidate(traits, rows, n, k, sms, asked, stages, (splits, 1))
             if launch is not None:
                 found.append((_decode_cycles(launch, rows, n, k, tile[5]), splits, launch))
         if found:
@@ -183,8 +179,10 @@ def decode_launch(
 
 
 def _decode_candidate(
-    traits: Traits, m: int, n: int, k: int, sms: int, tile: tuple, stages: int, splits: int
+    traits: Traits, m: int, n: int, k: int, sms: int, tile: tuple, stages: int, cut: tuple[int, int]
 ) -> DecodeLaunch | None:
+    """The launch with K cut in (parts, blocks of a cluster), or None where it does not fit."""
+    splits, cluster = cut
     warps, _, blocks_per_sm, buffers, reducers, _, lean = tile
     config = DecodeConfig(
         kind=traits.kind,
@@ -200,6 +198,8 @@ def _decode_candidate(
         red_buffers=buffers,
         reducers=reducers,
         lean=lean,
+        raw=lean and traits.kind == "bf16",
+        cluster=cluster,
     )
     units = k // config.stage_k
     max_units = -(-units // (splits * warps))
@@ -211,7 +211,7 @@ def _decode_candidate(
         blocks=min(sms // splits, tiles),
         splits=splits,
         max_units=max_units,
-        workspace_floats=tiles * splits * 2 * config.nt * 128 if splits > 1 else 0,
+        workspace_floats=tiles * splits * 2 * config.nt * 128 if splits > cluster else 0,
     )
 
 
@@ -259,8 +259,7 @@ def _tile(shape: tuple, rows: tuple, costs: tuple) -> _Tile:
     return _Tile(**dict(zip(names, (*shape, *rows, *costs), strict=True)))
 
 
-# Fitted to 330 timings of six layers on one H200, 2026-11-29 (docs/log/w4a16.md): meant to rank
-# plans of a layer, not to foretell their time.
+# Fitted to 330 timings of six layers (H200, docs/log/w4a16.md): ranks plans, foretells no time.
 _MANY = 1 << 30
 _MATMUL_TILES = (
     _tile((16, 2, 1, 8, 2, 2), (0, 16), (0.15, 0.246, 0.345, 0.27, 1.22, 0.03, 0.0, 0.86)),
@@ -282,24 +281,30 @@ class _Plan:
     waves: int
     blocks: int
     cluster: int = 1
+    parts: int = 1
+    """Parts of K of a tile whose blocks add in shares, without a cluster."""
+    cast: int = 1
 
 
-# Plans that beat the model's choice where they were timed beside it: (k, n, rows of the tile) ->
-# (tile, plan). One H200, 2026-11-30, microseconds with / without: 11.7 / 13.0 (decode), 18.5 / 20.9
-# and 91.1 / 96.1 (a card at its power limit). Five stages leave shared memory for the next
-# layer's block.
+# Plans that beat the model's where timed beside it (H200, docs/log/w4a16.md): (k, n, rows) -> ...
 _MEASURED = {
-    (4096, 14336, 16): ((16, 2, 1, 5, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
+    (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
-    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=132)),
-    (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), _Plan(waves=2, blocks=132)),
-    (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=128)),
-    (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=5, blocks=128)),
+    (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=112)),
     (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=6, blocks=128)),
+    (14336, 4096, 16): ((16, 2, 1, 8, 2, 2), _Plan(waves=0, blocks=256, parts=8)),
+    (14336, 4096, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=256, parts=8, cast=2)),
+    (8192, 10240, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=240, parts=3, cast=2)),
+    (8192, 10240, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=0, blocks=132, cast=2)),
+    (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=128)),
+    (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), _Plan(waves=2, blocks=132)),
+    (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=5, blocks=128)),
+    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=132)),
+    (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=3, blocks=132, cast=2)),
+    (28672, 8192, 64): ((64, 4, 1, 5, 2, 1), _Plan(waves=0, blocks=128, parts=4, cast=2)),
 }
-_MEASURED_SPLITS = {(4096, 4096, 8): 2, (8192, 10240, 16): 2}
-"""Parts of K of the decode kernel, (k, n, most rows): 5.1 us at one row, with the one part that the
-model finds 5.9; 16.6 at 16 rows, with its four 16.9."""
+_MEASURED_SPLITS = {(4096, 4096, 8): (2, 2), (8192, 10240, 16): (2, 2)}
+"""(Parts of K, blocks of a cluster) of decode; with / without the latter 4.3 / 5.2, 15.6 / 16.2."""
 _MEASURED_SMS = 132
 
 
@@ -310,7 +315,7 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
         return None
     shape, plan = _MEASURED[k, n, rows]
     costs = (0.0,) * 8
-    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan.cluster)
+    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan)
     if config is None or config.stages < shape[3]:
         return None
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
@@ -321,23 +326,30 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
     )
 
 
-# Where clusters along K beat the other kernels: (k, n, most rows: 4, 8 or 16) -> (warps along K,
-# along outputs, tiles a warp, blocks of a cluster, stages, stages of activations, blocks an SM).
-# One H200, 2026-11-30, microseconds with / without: 6.5 / 6.8; at 8 rows 5.9 / 5.1, left out.
+# Where clusters along K beat the other kernels: (k, n, most rows) -> plan of `stream_plan`. H200,
+# 2026-11-30, microseconds with / without: 4.0 / 4.4 at one row, 4.3 / 4.7 at 4, 5.7 / 6.3 at 16.
 _MEASURED_STREAMS = {
-    (4096, 4096, 16): (8, 1, 1, 2, 2, 2, 2),
+    (4096, 4096, 1): (8, 1, 1, 2, 2, 1, 1, 3),
+    (4096, 4096, 4): (8, 1, 1, 2, 2, 1, 1, 3),
+    (4096, 4096, 16): (8, 1, 2, 2, 2, 1, 1, 1),
 }
+_STREAM_ROWS = (1, 4, 8, DECODE_ROWS)  # of a box; one of 2 rows brought other values on an H200
 
 
 @functools.cache
 def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLaunch | None:
-    """Kernel and grid for at most 16 rows of a layer that was timed with clusters along K, or
-    None."""
-    rows = next(rows for rows in (4, 8, DECODE_ROWS) if m <= rows)
+    """Kernel and grid for at most 16 rows of a layer that was timed with clusters along K."""
+    rows = next(rows for rows in _STREAM_ROWS if m <= rows)
     plan = _MEASURED_STREAMS.get((k, n, rows)) if sms == _MEASURED_SMS else None
-    if plan is None:
-        return None
-    k_warps, n_warps, tiles, cluster, stages, act_stages, blocks_per_sm = plan
+    return None if plan is None else stream_plan(traits, rows, n, k, plan)
+
+
+def stream_plan(traits: Traits, rows: int, n: int, k: int, plan: tuple) -> StreamLaunch | None:
+    """A plan's launch, or None where it does not fit: warps along K, along outputs, tiles a warp,
+    blocks of a cluster, units a warp takes at once, stages, stages of activations, blocks an SM."""
+    k_warps, n_warps, tiles, cluster, units, stages, act_stages, blocks_per_sm = plan
+    per_block = k_warps * units * cluster * max(128, traits.packed_group)
+    steps = k // per_block
     config = StreamConfig(
         kind=traits.kind,
         scale=traits.scale,
@@ -349,15 +361,17 @@ def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLau
         n_warps=n_warps,
         tiles=tiles,
         cluster=cluster,
+        units=units,
+        steps=steps,
         stages=stages,
         act_stages=act_stages,
+        box_rows=rows,
         blocks_per_sm=blocks_per_sm,
     )
-    whole = k % (cluster * config.step_k) == 0 and n % config.block_n == 0
+    whole = steps * per_block == k and n % config.block_n == 0 and stages <= steps
     if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:
         return None
-    steps = k // (cluster * config.step_k)
-    return StreamLaunch(config=config, columns=n // config.block_n, steps=steps)
+    return StreamLaunch(config=config, columns=n // config.block_n)
 
 
 @functools.cache
@@ -371,7 +385,7 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
         if tile.above < m <= tile.most:
             tiles = -(-m // tile.block_m) * -(-n // (64 * tile.consumers * tile.row_mmas))
             for plan in _work_plans(tile, tiles, k // 128, sms):
-                config = _matmul_config(traits, tile, plan.cluster)
+                config = _matmul_config(traits, tile, plan)
                 if config is not None:
                     cost = _matmul_cost(tile, tiles, k // 128, plan, sms)
                     found.append((cost, len(found), config, plan, tiles))
@@ -383,7 +397,7 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
     )
 
 
-def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | None:
+def _matmul_config(traits: Traits, tile: _Tile, plan: _Plan) -> MatmulConfig | None:
     """The tile's kernel with as many stages as fit; None where too few do."""
     for stages in range(tile.stages, 1, -1):
         config = MatmulConfig(
@@ -398,7 +412,9 @@ def _matmul_config(traits: Traits, tile: _Tile, cluster: int) -> MatmulConfig | 
             stages=stages,
             halves=tile.halves,
             blocks_per_sm=tile.blocks_per_sm,
-            cluster=cluster,
+            cluster=plan.cluster,
+            parts=plan.parts,
+            cast=plan.cast,
         )
         if config.smem_bytes <= _SMEM_BYTES[tile.blocks_per_sm]:
             return config
@@ -424,7 +440,10 @@ def _work_plans(tile: _Tile, tiles: int, steps: int, sms: int) -> list[_Plan]:
     if 4 in parts and narrow and tile.blocks_per_sm == 2 and tiles * 4 <= sms:
         # Two slots an SM, half of them free: a cluster of four finds its place in any GPC.
         plans.add((0, tiles * 4, 4))
-    return [_Plan(waves=w, blocks=b, cluster=c) for w, b, c in sorted(plans)]
+    cut = {(0, tiles * s, 1): s for s in parts if tile.block_m <= 128}
+    return [
+        _Plan(waves=p[0], blocks=p[1], cluster=p[2], parts=cut.get(p, 1)) for p in sorted(plans)
+    ]
 
 
 def _matmul_cost(tile: _Tile, tiles: int, steps: int, plan: _Plan, sms: int) -> float:

@@ -13,15 +13,18 @@ import json
 from pathlib import Path
 
 from ridgeline.core import env
-from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig, StreamConfig
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 ARCHITECTURE = "sm_90a"
 RUNTIME = "libcute_dsl_runtime.so"
 _SOURCES = (
     "tiles.py",
+    "tiles_stream.py",
     "cute_decode.py",
     "cute_stream.py",
     "cute_matmul.py",
+    "cute_parts.py",
     "cute_epilogue.py",
     "cute_ptx.py",
 )

@@ -10,7 +10,9 @@ there is no barrier in the loop. Partial sums go to one more warp through shared
 them in a fixed order and writes the tile.
 
 A code enters mma.sync (m16n8k16, weights as A) without being converted:
-- bf16: the nibble becomes the low mantissa bits of 128, so the operand is 128 + q, exactly;
+- bf16: the nibble becomes the low mantissa bits of 128, so the operand is 128 + q, exactly; or
+  (`raw`) it stays a subnormal, q 2^-133 and 16 times that, and a warp's activations are multiplied
+  by 2^64 where they lie, as they are summed;
 - fp16: the nibble stays a subnormal, q 2^-24 for rows g and q 2^-20 for rows g + 8 (their nibble
   sits four bits higher and needs no shift).
 The accumulator starts at -(128 + zero) (or -zero) times the group's sum of activations, and the
@@ -42,12 +44,15 @@ NIBBLES_HIGH = 0x00F000F0
 BF16_128 = 0x43004300
 MAX_SLOTS = 256
 ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+BF16_2_64 = 0x5F805F80
+BF16_UNIT = 0x00010001
+"""2^-133, of which a subnormal code is a multiple."""
 
 
 @cute.jit
-def decode_word(word, kind: cutlass.Constexpr):
+def decode_word(word, subnormal: cutlass.Constexpr):
     """The four operand registers that a word holds."""
-    if cutlass.const_expr(kind == "bf16"):
+    if cutlass.const_expr(not subnormal):
         return [
             ptx.and_or(word, NIBBLES, BF16_128),
             ptx.and_or(ptx.shift_right(word, 4), NIBBLES, BF16_128),
@@ -68,7 +73,7 @@ def group_start(sums, zeros, rt: cutlass.Constexpr, cfg: cutlass.Constexpr):
     """Accumulator that a group starts from: minus the offset of every code times the sum."""
     s0, s1 = sums
     if cutlass.const_expr(cfg.symmetric):
-        if cutlass.const_expr(cfg.kind == "bf16"):
+        if cutlass.const_expr(not cfg.subnormal):
             return [s0, s1, s0, s1]
         return [s0, s1, s0 * 16.0, s1 * 16.0]
     z_low, z_high = zeros[2 * rt], zeros[2 * rt + 1]
@@ -77,24 +82,24 @@ def group_start(sums, zeros, rt: cutlass.Constexpr, cfg: cutlass.Constexpr):
 
 @cute.jit
 def load_scales(address, cfg: cutlass.Constexpr):
-    """A lane's four row scales as fp32, corrected for fp16's subnormal codes."""
+    """A lane's four row scales as fp32, times what sums are too small by."""
     if cutlass.const_expr(cfg.scale == "f32"):
         scales = ptx.lds128f(address)
     else:
         w0, w1 = ptx.lds64(address)
         scales = ptx.widen_pair(w0, cfg.scale) + ptx.widen_pair(w1, cfg.scale)
-    if cutlass.const_expr(cfg.kind == "f16"):
-        low, high = float(2**24), float(2**20)
+    if cutlass.const_expr(cfg.subnormal):
+        low, high = cfg.code_factors
         return [scales[0] * low, scales[1] * high, scales[2] * low, scales[3] * high]
     return scales
 
 
 @cute.jit
 def load_zeros(address, cfg: cutlass.Constexpr):
-    """A lane's four row offsets: 128 + zero for bf16, zero (x 16 for rows g + 8) for fp16."""
+    """A lane's four row offsets: 128 + zero, or zero (x 16 for rows g + 8) of subnormal codes."""
     word = ptx.lds32(address)
     zeros = [Float32((word >> (8 * j)) & 0xFF) for j in range(4)]
-    if cutlass.const_expr(cfg.kind == "bf16"):
+    if cutlass.const_expr(not cfg.subnormal):
         return [z + 128.0 for z in zeros]
     return [zeros[0], zeros[1] * 16.0, zeros[2], zeros[3] * 16.0]
 
@@ -188,10 +193,16 @@ def act_address(lane_base, step, cfg: cutlass.Constexpr):
 
 @cute.jit
 def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
-    """Sum of a group's activations by a product with ones: two independent chains."""
+    """Sum of a group's activations by a product with ones: two independent chains.
+
+    With `raw` the activations are multiplied in their place."""
     chains = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for pair in cutlass.range_constexpr(cfg.flush_k // 32):
-        b = ptx.ldmatrix_x4(act_address(act_at, group * (cfg.flush_k // 32) + pair, cfg))
+        at = act_address(act_at, group * (cfg.flush_k // 32) + pair, cfg)
+        b = ptx.ldmatrix_x4(at)
+        if cutlass.const_expr(cfg.raw):
+            b = [ptx.packed_mul(x, ptx.constant(BF16_2_64), cfg.kind) for x in b]
+            ptx.stmatrix_x4(at, b)
         for half in cutlass.range_constexpr(2):
             chains[half] = ptx.mma_16816(
                 ones, b[2 * half], b[2 * half + 1], chains[half], cfg.kind == "bf16"
@@ -202,7 +213,7 @@ def sum_group(act_at, group, ones, cfg: cutlass.Constexpr):
 @cute.jit
 def sum_groups(act_lane, sum_smem, lane, num_groups, cfg: cutlass.Constexpr):
     """Group sums of the warp's activations, times what `group_start` wants."""
-    ones = [ptx.constant(ONES[cfg.kind])] * 4
+    ones = [ptx.constant(BF16_UNIT if cfg.raw else ONES[cfg.kind])] * 4
     for group in cutlass.range(num_groups, unroll=1):
         for n in cutlass.range_constexpr(cfg.nt):
             s0, s1 = sum_group(act_lane[n], group, ones, cfg)
@@ -246,7 +257,7 @@ def multiply_stage(tot, stage, act_lane, sum_lane, unit, cfg: cutlass.Constexpr)
             for half in cutlass.range_constexpr(2):
                 step = f * (cfg.flush_k // 16) + pair * 2 + half
                 for rt in cutlass.range_constexpr(2):
-                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], cfg.kind)
+                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], cfg.subnormal)
                     for n in cutlass.range_constexpr(nt):
                         acc[rt][n] = ptx.mma_16816(
                             a, b[n][2 * half], b[n][2 * half + 1], acc[rt][n], cfg.kind == "bf16"
@@ -287,8 +298,30 @@ def combine_splits(src, tile, lane, dst, num_splits, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
-    """Add the warps' partial sums in order; with splits, the last block to arrive adds theirs."""
+def exchange_halves(sums, rank, meet, tile, lane, dst, cfg: cutlass.Constexpr):
+    """Send the cluster's other block its fragments (every second), take ours from it, write them;
+    meet = (where they come to, the barrier that counts them, its phase).
+
+    Two places a reducer are enough: the other block sends a tile's sums after it has ours of the
+    tile before, and we sent those when the one before that was read."""
+    at, there, phase = meet
+    for f in cutlass.range_constexpr(2 * cfg.nt):
+        if f % 2 != rank:
+            ptx.sts128f_async(at + f // 2 * 512 + lane * 16, there, 1 - rank, sums[f])
+    ptx.mbar_expect(there, cfg.nt * 512, Int32(lane == 0))
+    ptx.mbar_wait(there, phase)
+    for f in cutlass.range_constexpr(2 * cfg.nt):
+        if f % 2 == rank:
+            other = ptx.lds128f(at + f // 2 * 512 + lane * 16)
+            both = [sums[f][e] + other[e] for e in range(4)]
+            write_fragment(both, f, tile, lane, dst, cfg)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def reduce_tile(tile, red, empty, lane, dst, split, meet, cfg: cutlass.Constexpr):
+    """Add the warps' partial sums in order; with splits, the last block to arrive adds theirs, or
+    (a cluster) each block half."""
     workspace, counters, num_splits = split
     _, rank, _ = cute.arch.block_idx()
     frags = 2 * cfg.nt
@@ -301,7 +334,9 @@ def reduce_tile(tile, red, empty, lane, dst, split, cfg: cutlass.Constexpr):
         sums.append(total)
     cute.arch.sync_warp()
     ptx.mbar_arrive(empty, Int32(lane == 0))
-    if num_splits == 1:
+    if cutlass.const_expr(cfg.cluster > 1):
+        exchange_halves(sums, rank, meet, tile, lane, dst, cfg)
+    elif num_splits == 1:
         for f in cutlass.range_constexpr(frags):
             write_fragment(sums[f], f, tile, lane, dst, cfg)
     else:
@@ -349,14 +384,21 @@ def decode_kernel(
             ptx.mbar_init(smem + full + i * 8, cfg.warps)
         for i in cutlass.range_constexpr(cfg.red_buffers):
             ptx.mbar_init(smem + empty + i * 8, 1)
+        if cutlass.const_expr(cfg.cluster > 1):
+            for i in cutlass.range_constexpr(2 * cfg.reducers):
+                ptx.mbar_init(smem + cfg.there_offset + i * 8, 1)
         ptx.mbar_fence()
     cute.arch.sync_threads()
+    if cutlass.const_expr(cfg.cluster > 1):
+        ptx.cluster_arrive()
     ptx.launch_next_grid()
 
     red = smem + cfg.red_offset
     num_tiles = (tiles - first + step - 1) // step
     if warp >= cfg.warps:
         ptx.wait_previous_grid()
+        if cutlass.const_expr(cfg.cluster > 1):
+            ptx.cluster_wait()
         dst = (out, bias, M, N, out_stride)
         split = (workspace, counters, num_splits)
         for j in cutlass.range(warp - cfg.warps, num_tiles, cfg.reducers, unroll=1):
@@ -365,7 +407,12 @@ def decode_kernel(
             ptx.mbar_wait(smem + full + (j % cfg.full_barriers) * 8, turn)
             buf = j % cfg.red_buffers
             sums = red + buf * cfg.red_bytes
-            reduce_tile(first + j * step, sums, smem + empty + buf * 8, lane, dst, split, cfg)
+            use = j // cfg.reducers
+            place = (warp - cfg.warps) * 2 + use % 2
+            received = smem + cfg.received_offset + place * (cfg.nt * 512)
+            meet = (received, smem + cfg.there_offset + place * 8, use // 2 % 2)
+            tile = first + j * step
+            reduce_tile(tile, sums, smem + empty + buf * 8, lane, dst, split, meet, cfg)
     else:
         units = chunks // cfg.stage_chunks
         workers = num_splits * cfg.warps
@@ -495,6 +542,7 @@ def launch_decode(
     ).launch(
         grid=(blocks, splits, 1),
         block=((cfg.warps + cfg.reducers) * 32, 1, 1),
+        cluster=(1, cfg.cluster, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,

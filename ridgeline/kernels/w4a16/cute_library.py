@@ -32,7 +32,8 @@ from ridgeline.kernels.w4a16.cute_cache import (
     cache_folder,
     kernel_name,
 )
-from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig, StreamConfig
+from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 _TRACERS = {
     DecodeConfig: "ridgeline.kernels.w4a16.cute_decode",

@@ -13,8 +13,13 @@ cores above some 128 rows; below by issue slots and by the re-reading of activat
 
 Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
 equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
-that finishes last, so results do not depend on timing. Or the blocks of a cluster have a part of K
-of one tile each and add their sums, in the order of k, in each other's shared memory.
+that finishes last, so results do not depend on timing. Or `split` blocks have a part of K of one
+tile each and add in shares, in the order of k (cute_parts.py).
+
+With `cast` two blocks of a cluster walk tiles of the same rows and neighbouring outputs, and each
+brings half of the activations to both (TMA multicast): a tile of 128 x 128 wants 40 bytes a cycle
+from L2 at the tensor cores' full rate, which is what an SM gets; shared, 24. A stage is free when
+the consumers of both blocks have read it.
 
 Scales of another dtype than the activations are used as a sum of two (high and low part, one fma),
 so that a weight is still rounded once.
@@ -29,7 +34,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
-from ridgeline.kernels.w4a16.cute_epilogue import load_bias, write_rows
+from ridgeline.kernels.w4a16.cute_epilogue import load_bias
+from ridgeline.kernels.w4a16.cute_parts import (
+    finish_cluster,
+    finish_parts,
+    fragment,
+    write_fragment,
+)
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
 from ridgeline.kernels.w4a16.tiles import MatmulConfig
 
@@ -132,6 +143,9 @@ def segment(index, plan, first, share, cfg: cutlass.Constexpr):
     of the remaining tiles, cut where a tile ends.
     """
     waves, steps, blocks, me = plan
+    if cutlass.const_expr(cfg.split > 1):
+        rank = me % cfg.split
+        return me // cfg.split, rank * steps // cfg.split, (rank + 1) * steps // cfg.split, first
     tile = index * blocks + me
     begin, end, after = Int32(0), steps, first
     if index >= waves:
@@ -143,20 +157,24 @@ def segment(index, plan, first, share, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def tile_corner(tile, tiles_m, tiles_n, cfg: cutlass.Constexpr):
-    """(first row of activations, first output): rows fastest, in groups that share L2."""
-    group = tile // (M_GROUP * tiles_n)
-    in_group = tile % (M_GROUP * tiles_n)
-    rows = cutlass.min(M_GROUP, tiles_m - group * M_GROUP)
-    tile_m = group * M_GROUP + in_group % rows
-    return tile_m * cfg.block_m, (in_group // rows) * cfg.block_n
+def tile_corner(tile, tiles, cfg: cutlass.Constexpr):
+    """(first row of activations, first output): rows fastest, in groups that share L2; tiles =
+    (along M, along N, which of the tile's `cast` neighbours along N)."""
+    tiles_m, tiles_n, which = tiles
+    tile_m, tile_n = Int32(0), tile
+    if tiles_m > 1:
+        group = tile // (M_GROUP * tiles_n)
+        in_group = tile % (M_GROUP * tiles_n)
+        rows = cutlass.min(M_GROUP, tiles_m - group * M_GROUP)
+        tile_m, tile_n = group * M_GROUP + in_group % rows, in_group // rows
+    return tile_m * cfg.block_m, (tile_n * cfg.cast + which) * cfg.block_n
 
 
 @cute.jit
 def make_copies(tma, tensors, smem, cfg: cutlass.Constexpr):
     """Partition activations, codes, scales and zero points (if any) into stages."""
     tiles = (
-        (cfg.block_m, 64),
+        (cfg.block_m // cfg.cast, 64),
         (cfg.block_n // 32, 256),
         (cfg.block_n // 32, 32 * cfg.stage_groups),
         (cfg.block_n // 32, 32 * cfg.stage_groups),
@@ -204,6 +222,21 @@ def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
 
 
 @cute.jit
+def load_activations(copies, row0, step, stage, full, which, cfg: cutlass.Constexpr):
+    """Start a stage's activations: all of them, or half to both blocks."""
+    bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
+    atom, source, target = copies[0]
+    row = row0 // cfg.block_m * cfg.cast + which
+    for half in cutlass.range_constexpr(cfg.halves):
+        rows = source[None, row, cfg.halves * step + half]
+        into = target[None, (cfg.halves * stage + half) * cfg.cast + which]
+        if cutlass.const_expr(cfg.cast > 1):
+            cute.copy(atom, rows, into, tma_bar_ptr=bar, mcast_mask=cutlass.Int16(3))
+        else:
+            cute.copy(atom, rows, into, tma_bar_ptr=bar)
+
+
+@cute.jit
 def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
     """The producer warp: one stage after the other of all the block's segments.
 
@@ -215,19 +248,21 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
     early = Int32(0)
     if count > 0:
         tile, begin, end, _ = segment(Int32(0), plan, first, share, cfg)
-        _, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        _, out0 = tile_corner(tile, tiles_mn, cfg)
         begin = begin * (2 // cfg.halves)
         early = cutlass.min(Int32(cfg.stages), end * (2 // cfg.halves) - begin)
         for i in cutlass.range(early, unroll=1):
             load_weights(copies, out0 // cfg.block_n, begin + i, i, bars + i * 8, lane, cfg)
     ptx.wait_previous_grid()
+    if cutlass.const_expr(cfg.cast > 1):
+        ptx.cluster_wait()
     stage, parity = Int32(0), Int32(1)
     at, left = first, share
     for index in cutlass.range(count, unroll=1):
         tile, begin, end, after = segment(index, plan, at, left, cfg)
         left = left - (after - at)
         at = after
-        row0, out0 = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        row0, out0 = tile_corner(tile, tiles_mn, cfg)
         per = 2 // cfg.halves
         for step in cutlass.range(begin * per, end * per, unroll=1):
             full = bars + stage * 8
@@ -236,12 +271,15 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
             else:
                 ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
                 load_weights(copies, out0 // cfg.block_n, step, stage, full, lane, cfg)
-            atom, source, target = copies[0]
-            bar = cute.make_ptr(cutlass.Int64, full, cute.AddressSpace.smem, assumed_align=8)
-            for half in cutlass.range_constexpr(cfg.halves):
-                rows = source[None, row0 // cfg.block_m, cfg.halves * step + half]
-                into = target[None, cfg.halves * stage + half]
-                cute.copy(atom, rows, into, tma_bar_ptr=bar)
+            load_activations(copies, row0, step, stage, full, tiles_mn[2], cfg)
+            stage += 1
+            if stage == cfg.stages:
+                stage = Int32(0)
+                parity = parity ^ 1
+    if cutlass.const_expr(cfg.cast > 1):
+        # the other block's consumers still arrive here: end after they have
+        for _ in cutlass.range(cfg.stages, unroll=1):
+            ptx.mbar_wait(bars + (cfg.stages + stage) * 8, parity)
             stage += 1
             if stage == cfg.stages:
                 stage = Int32(0)
@@ -332,8 +370,9 @@ def share_out(acc, place, workspace, slot, cfg: cutlass.Constexpr):
 
 @cute.jit
 def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
-    """Sum of all parts of a tile in order of k; parts = (first block, how many)."""
-    block_first, num_parts = parts
+    """Sum of all parts of a tile in order of k; parts = (first block, how many, which of the
+    `cast` blocks of each)."""
+    block_first, num_parts, which = parts
     thread = place[0] * 128 + place[1] * 32 + place[2]
     per_mma = cfg.block_m // 2
     for mi in cutlass.range_constexpr(cfg.row_mmas):
@@ -346,7 +385,7 @@ def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
             values = []
             for more in cutlass.range_constexpr(together):
                 part = first + more
-                slot = 2 * (block_first + part) + Int32(part == 0)
+                slot = 2 * ((block_first + part) * cfg.cast + which) + Int32(part == 0)
                 base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
                 for j in cutlass.range_constexpr(per_mma // 4):
                     at = base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048)
@@ -368,7 +407,7 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
 
     A warpgroup has `store_regions` of shared memory for its `row_mmas` parts."""
     bias, N, _, _, _ = dst
-    atom, source, target, tile_smem = store
+    atom, source, target, tile_smem = store[:4]
     wg, warp, lane = place
     row0, out0 = corner
     for mi in cutlass.range_constexpr(cfg.row_mmas):
@@ -432,61 +471,35 @@ def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr
     start = (tile - waves * blocks) * steps
     b0 = owner(start, total, blocks)
     b1 = owner(start + steps - 1, total, blocks)
-    share_out(flat, place, workspace, 2 * me + Int32(span == 0), cfg)
+    which = tiles_mn[2]
+    share_out(flat, place, workspace, 2 * (me * cfg.cast + which) + Int32(span == 0), cfg)
     wait_group_of(wg)
     leader = Int32(warp * 32 + lane == 0)
-    counter = counters + Int64((tile - waves * blocks) * cfg.consumers + wg) * 4
+    number = (tile - waves * blocks) * cfg.cast + which
+    counter = counters + Int64(number * cfg.consumers + wg) * 4
     old = ptx.arrive_counter(counter, b1 - b0, leader)
     ptx.sts32(flag + wg * 4, old, leader)
     wait_group_of(wg)
     last = Int32(ptx.lds32(flag + wg * 4) == b1 - b0)
     if last != 0:
-        gather_parts(flat, place, workspace, (b0, b1 - b0 + 1), cfg)
+        gather_parts(flat, place, workspace, (b0, b1 - b0 + 1, which), cfg)
     return last
-
-
-@cute.jit
-def write_fragment(values, f: cutlass.Constexpr, place, corner, dst, cfg: cutlass.Constexpr):
-    """Store a lane's part of the f-th 16 outputs x 8 rows of its warp."""
-    bias, N, out, M, stride = dst
-    wg, warp, lane = place
-    region = wg * cfg.row_mmas + f // (cfg.block_m // 8)
-    m = corner[0] + f % (cfg.block_m // 8) * 8 + 2 * (lane % 4)
-    scaled = [value * cfg.weight_factor for value in values]
-    write_rows(scaled, corner[1] + region * 64 + warp * 16, lane, m, (out, bias, M, N, stride), cfg)
 
 
 @cute.jit
 def write_direct(acc, place, corner, dst, cfg: cutlass.Constexpr):
     """Store a tile straight from registers."""
     for f in cutlass.range_constexpr(cfg.warp_fragments):
-        mi, group = f // (cfg.block_m // 8), f % (cfg.block_m // 8)
-        values = [acc[mi][4 * group + e] for e in range(4)]
-        write_fragment(values, f, place, corner, dst, cfg)
+        write_fragment(fragment(acc, f, cfg), f, place, corner, dst, cfg)
 
 
 @cute.jit
-def finish_cluster(acc, place, rank, received, corner, dst, cfg: cutlass.Constexpr):
-    """Add the cluster's parts of a tile in order of k, every block a share of the fragments."""
-    wg, warp, lane = place
-    number = (wg * 4 + warp) * cfg.warp_fragments
-    per_mma = cfg.block_m // 8
-    share = -(-cfg.fragments // cfg.cluster) * 512
-    ptx.cluster_wait()
-    for f in cutlass.range_constexpr(cfg.warp_fragments):
-        values = [acc[f // per_mma][4 * (f % per_mma) + e] for e in range(4)]
-        at = rank * share + (number + f) // cfg.cluster * 512 + lane * 16
-        ptx.sts128f_cluster(received + at, (number + f) % cfg.cluster, values)
-    ptx.cluster_arrive()
-    ptx.cluster_wait()
-    for f in cutlass.range_constexpr(cfg.warp_fragments):
-        if (number + f) % cfg.cluster == rank:
-            at = received + (number + f) // cfg.cluster * 512 + lane * 16
-            total = ptx.lds128f(at)
-            for part in cutlass.range_constexpr(1, cfg.cluster):
-                values = ptx.lds128f(at + part * share)
-                total = [total[e] + values[e] for e in range(4)]
-            write_fragment(total, f, place, corner, dst, cfg)
+def release(mbar, lane, done, cfg: cutlass.Constexpr):
+    """A consumer warp: a stage has been read, for every block that fills it."""
+    if cutlass.const_expr(cfg.cast > 1):
+        ptx.mbar_arrive_cluster(mbar, lane, Int32(done) & Int32(lane < cfg.cast))
+    else:
+        ptx.mbar_arrive(mbar, Int32(done) & Int32(lane == 0))
 
 
 @cute.jit
@@ -512,29 +525,37 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
                 codes = load_words(slot, place, cfg)
                 factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
                 fresh = Int32(part == 0) & Int32(step == begin)
-                for use in cutlass.range_constexpr(cfg.halves * cfg.row_mmas):
-                    # two sets of operand registers in turn: one is made while the other is used
+                uses = cfg.halves * cfg.row_mmas
+                for use in cutlass.range_constexpr(uses):
+                    # two sets of operand registers in turn: one is made while the other is used;
+                    # waited for as late as may be, behind the reading of this stage's codes
                     half, mi = use // cfg.row_mmas, use % cfg.row_mmas
-                    turn = (part * cfg.halves * cfg.row_mmas + use) % 2
+                    turn = (part * uses + use) % 2
+                    if cutlass.const_expr(uses > 1):
+                        warpgroup.wait_group(1)
+                    if cutlass.const_expr(use == 1):
+                        # now the products of the stage before this one are done
+                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
                     make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
                     chunk = cfg.halves * stage + half
                     starts = fresh if half == 0 else Int32(0)
                     multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
-                    warpgroup.wait_group(1)
-                    if cutlass.const_expr(use == 0):
-                        # now the products of the stage before this one are done
-                        released = bars + (cfg.stages + before) * 8
-                        ptx.mbar_arrive(released, Int32(fresh == 0) & Int32(lane == 0))
+                    if cutlass.const_expr(uses == 1):
+                        warpgroup.wait_group(1)
+                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
                 before = stage
                 stage += 1
                 if stage == cfg.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
         warpgroup.wait_group(0)
-        ptx.mbar_arrive(bars + (cfg.stages + before) * 8, Int32(lane == 0))
-        corner = tile_corner(tile, tiles_mn[0], tiles_mn[1], cfg)
+        release(bars + (cfg.stages + before) * 8, lane, True, cfg)
+        corner = tile_corner(tile, tiles_mn, cfg)
         if cutlass.const_expr(cfg.cluster > 1):
-            finish_cluster(flat, place, plan[3] % cfg.cluster, store[3], corner, dst, cfg)
+            finish_cluster(flat, place, plan[3] % cfg.cluster, store[3:], corner, dst, cfg)
+        elif cutlass.const_expr(cfg.parts > 1):
+            number = plan[3] // cfg.parts * cfg.cast + tiles_mn[2]
+            finish_parts(flat, place, (number, plan[3] % cfg.parts), scratch, corner, dst, cfg)
         else:
             complete = Int32(1)
             if end - begin < steps:
@@ -560,19 +581,26 @@ def owner(position, total, blocks):
 
 @cute.jit
 def share_of_work(M, blocks_n, chunks, waves, cfg: cutlass.Constexpr):
-    """((waves, steps, blocks, me), (first step, steps, segments), (tiles along M, N))."""
-    me, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    """((waves, steps, blocks, me), (first step, steps, segments), `tile_corner`'s tiles).
+
+    With `cast`, blocks and tiles are counted in pairs."""
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    me, blocks = block // cfg.cast, grid // cfg.cast
     steps = chunks // 2
     tiles_m = (M + cfg.block_m - 1) // cfg.block_m
-    tiles_n = (blocks_n * 32 + cfg.block_n - 1) // cfg.block_n
+    width = cfg.block_n * cfg.cast
+    tiles_n = (blocks_n * 32 + width - 1) // width
+    tiles = (tiles_m, tiles_n, block % cfg.cast)
+    if cutlass.const_expr(cfg.split > 1):
+        return (waves, steps, blocks, me), (Int32(0), Int32(0), Int32(1)), tiles
     total = (tiles_m * tiles_n - waves * blocks) * steps
     first = share_start(me, total, blocks)
     share = share_start(me + 1, total, blocks) - first
     count = waves
     if share > 0:
         count = waves + (first + share - 1) // steps - first // steps + 1
-    return (waves, steps, blocks, me), (first, share, count), (tiles_m, tiles_n)
+    return (waves, steps, blocks, me), (first, share, count), tiles
 
 
 @cute.kernel
@@ -586,11 +614,13 @@ def matmul_kernel(
     bias, out, workspace, counters = pointers
     M, N, blocks_n, chunks, waves, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
     base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
     bars = Int32(base.toint())
     flag = bars + 2 * cfg.stages * 8
+    there = flag + 16
     dtype = DTYPE[cfg.kind]
     # [barriers | activations | output tile | weights], each part at a multiple of 1024 or 128
     sA = cute.make_tensor(
@@ -609,10 +639,14 @@ def matmul_kernel(
     if tid == 0:
         for i in cutlass.range_constexpr(cfg.stages):
             ptx.mbar_init(bars + i * 8, 1)
-            ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4)
+            ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4 * cfg.cast)
+        ptx.mbar_init(there, 1)
         ptx.mbar_fence()
+        if cutlass.const_expr(cfg.cluster > 1):
+            own = (cfg.fragments - block % cfg.cluster + cfg.cluster - 1) // cfg.cluster
+            ptx.mbar_expect(there, own * ((cfg.cluster - 1) * 512), Int32(1))
     cute.arch.sync_threads()
-    if cutlass.const_expr(cfg.cluster > 1):
+    if cutlass.const_expr(cfg.cluster * cfg.cast > 1):
         ptx.cluster_arrive()
     ptx.launch_next_grid()
 
@@ -622,7 +656,13 @@ def matmul_kernel(
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
         if warp == cfg.consumers * 4:
             rows = cfg.block_n // 32
-            smem = [sA]
+            halves = cute.tile_to_shape(
+                warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype),
+                (cfg.block_m // cfg.cast, 64, cfg.cast * cfg.halves * cfg.stages),
+                order=(0, 1, 2),
+            )
+            pointer = cute.recast_ptr(base + 1024, halves.inner, dtype=dtype)
+            smem = [cute.make_tensor(pointer, halves.outer)]
             offsets = (0, cfg.code_bytes, cfg.code_bytes + rows * cfg.block_scale_bytes)
             widths = (256, 32 * cfg.stage_groups, 32 * cfg.stage_groups)
             types = (cutlass.Int32, SCALE_DTYPE[cfg.scale], cutlass.Uint8)
@@ -642,6 +682,8 @@ def matmul_kernel(
         if cutlass.const_expr(cfg.reallocates):
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
         ptx.wait_previous_grid()
+        if cutlass.const_expr(cfg.cluster * cfg.cast > 1):
+            ptx.cluster_wait()
         op = warpgroup.MmaF16BF16Op(
             dtype,
             Float32,
@@ -659,7 +701,7 @@ def matmul_kernel(
         )  # fmt: skip
         consume(
             work, (bars + weights_at, bars), mma, tB,
-            (tma[-1], source, target, bars + tile_at), (bias, N, out, M, out_stride),
+            (tma[-1], source, target, bars + tile_at, there), (bias, N, out, M, out_stride),
             (workspace, counters, flag), (warp // 4, warp % 4, lane), cfg,
         )  # fmt: skip
 
@@ -678,9 +720,10 @@ def launch_matmul(
     width = 32 * cfg.stage_groups
     plain = cute.make_layout((rows, width), stride=(width, 1))
     load = cpasync.CopyBulkTensorTileG2SOp()
-    one = cute.slice_(layout, (None, None, 0))
+    cast = cpasync.CopyBulkTensorTileG2SMulticastOp() if cfg.cast > 1 else load
+    box = (cfg.block_m // cfg.cast, 64)
     parts = [
-        cpasync.make_tiled_tma_atom(load, act, one, (cfg.block_m, 64)),
+        cpasync.make_tiled_tma_atom(cast, act, cute.tile_to_shape(atom, box, order=(0, 1)), box),
         cpasync.make_tiled_tma_atom(
             load, words, cute.make_layout((rows, 256), stride=(256, 1)), (rows, 256)
         ),
@@ -704,7 +747,7 @@ def launch_matmul(
     ).launch(
         grid=(blocks, 1, 1),
         block=(cfg.threads, 1, 1),
-        cluster=(cfg.cluster, 1, 1),
+        cluster=(cfg.cluster * cfg.cast, 1, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,

@@ -104,6 +104,18 @@ def mbar_arrive(mbar, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def mbar_arrive_cluster(mbar, rank, pred, *, loc=None, ip=None):
+    """Arrive once at the same barrier of a block of the cluster."""
+    text = (
+        "{\n .reg .pred p;\n .reg .b32 there;\n setp.ne.s32 p, $2, 0;\n"
+        " mapa.shared::cluster.u32 there, $0, $1;\n"
+        " @p mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+    )
+    operands = [_i32(mbar, loc, ip), _i32(rank, loc, ip), _i32(pred, loc, ip)]
+    _asm(None, operands, text, "r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def mbar_expect(mbar, num_bytes, pred, *, loc=None, ip=None):
     """Arrive once and expect that many bytes of bulk copies."""
     text = (
@@ -355,8 +367,11 @@ def launch_next_grid(*, loc=None, ip=None):
 
 @dsl_user_op
 def cluster_arrive(*, loc=None, ip=None):
-    """Arrive at the cluster's barrier, releasing what this thread wrote."""
-    _asm(None, [], "barrier.cluster.arrive.release;", "~{memory}", loc, ip)
+    """Arrive at the cluster's barrier, releasing nothing but initialised barriers (`mbar_fence`).
+
+    A releasing arrival is a fence of the whole device (MEMBAR.ALL.GPU): what blocks of a cluster
+    tell each other goes by `sts128f_async`, which needs none."""
+    _asm(None, [], "barrier.cluster.arrive.relaxed;", "~{memory}", loc, ip)
 
 
 @dsl_user_op
@@ -366,14 +381,40 @@ def cluster_wait(*, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts128f_cluster(address, rank, values, *, loc=None, ip=None):
-    """Store four floats to the same shared-memory address of a block of the cluster."""
-    operands = [_i32(address, loc, ip), _i32(rank, loc, ip)] + [_f32(v, loc, ip) for v in values]
+def sts128f_async(address, mbar, rank, values, *, loc=None, ip=None):
+    """Store four floats to the same shared-memory address of a block of the cluster; its barrier at
+    the address `mbar` counts the 16 bytes when they are there."""
+    operands = [_i32(address, loc, ip), _i32(mbar, loc, ip), _i32(rank, loc, ip)]
+    operands += [_f32(v, loc, ip) for v in values]
     text = (
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, $0, $1;\n"
-        " st.shared::cluster.v4.f32 [there], {$2, $3, $4, $5};\n}"
+        "{\n .reg .b32 there, bar;\n mapa.shared::cluster.u32 there, $0, $2;\n"
+        " mapa.shared::cluster.u32 bar, $1, $2;\n"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+        " [there], {$3, $4, $5, $6}, [bar];\n}"
     )
-    _asm(None, operands, text, "r,r,f,f,f,f,~{memory}", loc, ip)
+    _asm(None, operands, text, "r,r,r,f,f,f,f,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def leave_counter(address, limit, pred, *, loc=None, ip=None):
+    """Count at a global counter that wraps to 0 after `limit`; orders nothing."""
+    text = (
+        "{\n .reg .pred p;\n setp.ne.s32 p, $2, 0;\n @p red.inc.relaxed.gpu.global.u32 [$0], $1;\n}"
+    )
+    operands = [_i64(address, loc, ip), _i32(limit, loc, ip), _i32(pred, loc, ip)]
+    _asm(None, operands, text, "l,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def wait_counter(address, least, pred, *, loc=None, ip=None):
+    """Wait until a global counter is at least `least`; acquires what arrivals released."""
+    text = (
+        "{\n .reg .pred p;\n .reg .b32 seen;\n setp.eq.s32 p, $2, 0;\n @p bra done;\n again:\n"
+        " ld.acquire.gpu.global.u32 seen, [$0];\n setp.lt.u32 p, seen, $1;\n @p bra again;\n"
+        " done:\n}"
+    )
+    operands = [_i64(address, loc, ip), _i32(least, loc, ip), _i32(pred, loc, ip)]
+    _asm(None, operands, text, "l,r,r,~{memory}", loc, ip)
 
 
 @dsl_user_op
@@ -427,6 +468,14 @@ def repeat_half(word, high, *, loc=None, ip=None):
     selector = 0x3232 if high else 0x1010
     text = f"prmt.b32 $0, $1, $1, {selector};"
     return Int32(_pure(T.i32(), [_i32(word, loc, ip)], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
+def stmatrix_x4(address, values, *, loc=None, ip=None):
+    """What `ldmatrix_x4` read, to its place."""
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    operands = [_i32(address, loc, ip)] + [_i32(v, loc, ip) for v in values]
+    _asm(None, operands, text, "r,r,r,r,r,~{memory}", loc, ip)
 
 
 @dsl_user_op

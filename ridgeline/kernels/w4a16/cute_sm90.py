@@ -182,7 +182,6 @@ def stream(
         packed.scale_TRgj.shape[1],
         out_MN.stride(0),
         launch.columns,
-        launch.steps,
         act_MK,
         _stream(),
     )

@@ -2,22 +2,27 @@
 
     out[m, n] = sum_k act[m, k] * scale[n, group] * (code[n, k] - zero[n, group])  (+ bias[n])
 
-A block has 32 tiles n_warps outputs and a part of K, which comes in steps of k_warps units (of 128
-inputs, or a group): rings of `stages` steps of codes and `act_stages` of activations, refilled warp
-by warp. Codes are asked for before griddepcontrol.wait; small layers lie in the rings whole, and
-what is left after the wait is activations, products and sums. Bound by the latency of that chain
-and by the warps at work (16 an SM decode as fast as memory brings codes, 8 do not), not by bytes:
-5.6 us for the 8.4 MB of 4096 x 4096 at 16 rows, one H200, 2026-11-30.
+A block has 32 tiles n_warps outputs and a part of K, which comes in `steps` of k_warps x units
+units (of 128 inputs, or a group): rings of `stages` steps of codes and `act_stages` of activations,
+refilled warp by warp. Codes are asked for before griddepcontrol.wait; a small layer's lie in shared
+memory whole (one step), and what is left after the wait is activations, products and sums. Bound
+by the latency of that chain, in it by the activations' way from L2 (every block brings 32 bytes an
+input at 16 rows), and by the warps at work (16 an SM decode as fast as memory brings codes, 8 do
+not).
 
 A warp has a unit's activations in registers for all its outputs. At the end the warps that share
 outputs add their sums through shared memory, then the blocks of the cluster in each other's, a
-share of the tile each. Order of additions: fixed by the config and K.
+share of the tile each; a barrier there counts the bytes, which spares the cluster's barriers and
+their fences of the whole device. Order of additions: fixed by the config and K.
 
 Codes enter mma.sync (m16n8k16) as they lie: masked nibbles are subnormal numbers, q 2^-133 in bf16
 (activations are multiplied by 2^64, which keeps sums normal) and q 2^-24 in fp16; nibbles of rows
 g + 8 lie four bits higher and are worth 16 times as much. The accumulator starts at minus the zero
 point times the group's sum of activations, and the scale multiplies it in fp32: no weight is ever
 rounded; with one-hot activations every step is exact.
+
+Of 8 rows that TMA brings at once those that do not exist cost as much time as they were wanted:
+boxes of 1, 2 and 4 rows leave the others' shared memory as it is; sums never cross rows.
 """
 
 from __future__ import annotations
@@ -30,24 +35,27 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
 from ridgeline.kernels.w4a16.cute_decode import (
+    BF16_2_64,
+    BF16_UNIT,
     ONES,
     decode_word,
+    group_start,
     load_scales,
-    partition_activations,
+    load_zeros,
     tile_layout,
 )
 from ridgeline.kernels.w4a16.cute_epilogue import write_rows
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
-from ridgeline.kernels.w4a16.tiles import StreamConfig
+from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
-BF16_2_64 = 0x5F805F80
-UNIT = {"bf16": 0x00010001, "f16": ONES["f16"]}
-"""What the activations are summed against: 2^-133, of which a bf16 code is a multiple, or 1."""
+UNIT = {"bf16": BF16_UNIT, "f16": ONES["f16"]}
+"""What the activations are summed against: a code's unit in bf16, or 1."""
 
 
 @cute.jit
 def ask_for_weights(src, tile, unit, at, mbar, cfg: cutlass.Constexpr):
-    """One thread: start the copies of 32 outputs x a unit: codes, scales and zero points."""
+    """One thread: start the copies of 32 outputs x the units from `unit` on: codes, scales and zero
+    points."""
     words, scales, zeros, chunks, groups = src
     ptx.mbar_expect(mbar, cfg.tile_bytes, Int32(1))
     block = Int64(tile) * chunks + unit * cfg.unit_chunks
@@ -62,11 +70,34 @@ def ask_for_weights(src, tile, unit, at, mbar, cfg: cutlass.Constexpr):
         ptx.bulk_load(zero_at, zeros + group * 32, cfg.zero_bytes, mbar, Int32(1))
 
 
+def box_layout(cfg, slots: int):
+    """Shared-memory layout of [rows that are brought, 64 inputs, slots] in TMA's swizzle."""
+    layout = tile_layout(cfg, slots)
+    if cfg.box_rows == 8 * cfg.nt:
+        return layout
+    outer = cute.make_layout((cfg.box_rows, 64, slots), stride=(64, 1, 512 * cfg.nt))
+    return cute.make_composed_layout(layout.inner, 0, outer)
+
+
+@cute.jit
+def partition_activations(tma, smem_base, cfg: cutlass.Constexpr):
+    """(atom, tiles of the activations, slots of shared memory)."""
+    atom, tensor = tma
+    layout = box_layout(cfg, cfg.act_slots * cfg.unit_chunks)
+    pointer = cute.recast_ptr(smem_base + cfg.dynamic_offset, layout.inner, dtype=DTYPE[cfg.kind])
+    slots = cute.make_tensor(pointer, layout.outer)
+    tiles = cute.local_tile(tensor, (cfg.box_rows, 64), (None, None))
+    target, source = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    return atom, source, target
+
+
 @cute.jit
 def ask_for_activations(tiles, unit, slot, mbar, lane, cfg: cutlass.Constexpr):
-    """A warp: start the copies of a unit of all rows; what does not exist arrives as zeros."""
+    """A warp: start the copies of a unit of all rows."""
     atom, source, target = tiles
-    ptx.mbar_expect(mbar, cfg.unit_chunks * cfg.act_chunk_bytes, Int32(lane == 0))
+    ptx.mbar_expect(mbar, cfg.unit_chunks * cfg.act_box_bytes, Int32(lane == 0))
     cute.arch.sync_warp()
     bar = cute.make_ptr(cutlass.Int64, mbar, cute.AddressSpace.smem, assumed_align=8)
     for c in cutlass.range_constexpr(cfg.unit_chunks):
@@ -112,46 +143,19 @@ def group_sums(acts, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def start(sums, zeros, rt: cutlass.Constexpr, cfg: cutlass.Constexpr):
-    """Accumulator that a group starts from: the offset of every code times the sum."""
-    s0, s1 = sums
-    if cutlass.const_expr(cfg.symmetric):
-        return [s0, s1, s0 * 16.0, s1 * 16.0]
-    z_low, z_high = zeros[2 * rt], zeros[2 * rt + 1]
-    return [s0 * z_low, s1 * z_low, s0 * z_high, s1 * z_high]
-
-
-@cute.jit
-def scales_of(address, cfg: cutlass.Constexpr):
-    """A lane's four row scales as fp32, times what codes (and activations) are small by."""
-    scales = load_scales(address, cfg)
-    if cutlass.const_expr(cfg.kind == "bf16"):
-        low, high = float(2.0**69), float(2.0**65)
-        return [scales[0] * low, scales[1] * high, scales[2] * low, scales[3] * high]
-    return scales
-
-
-@cute.jit
-def zeros_of(address):
-    """A lane's four row offsets, those of rows g + 8 times 16."""
-    word = ptx.lds32(address)
-    zeros = [Float32((word >> (8 * j)) & 0xFF) for j in range(4)]
-    return [zeros[0], zeros[1] * 16.0, zeros[2], zeros[3] * 16.0]
-
-
-@cute.jit
-def read_unit(at, lane, cfg: cutlass.Constexpr):
-    """Codes, scales and zero points of 32 outputs x a unit to registers."""
+def read_unit(at, u: cutlass.Constexpr, lane, cfg: cutlass.Constexpr):
+    """Codes, scales and zero points of 32 outputs x a warp's u-th unit to registers."""
     words = []
-    for c in cutlass.range_constexpr(cfg.unit_chunks):
+    for c in cutlass.range_constexpr(u * cfg.unit_chunks, (u + 1) * cfg.unit_chunks):
         for rt in cutlass.range_constexpr(2):
             words.append(ptx.lds128(at + (c * 2 + rt) * 512 + lane * 16))
     scale_at = at + cfg.code_bytes + (lane // 4) * (cfg.scale_row // 8)
     zero_at = at + cfg.code_bytes + cfg.scale_bytes + (lane // 4) * 4
     scales, zeros = [], []
     for s in cutlass.range_constexpr(cfg.unit_groups):
-        scales.append(scales_of(scale_at + s * cfg.scale_row, cfg))
-        zeros.append(None if cfg.symmetric else zeros_of(zero_at + s * 32))
+        row = 0 if cfg.per_channel else u * cfg.unit_groups + s
+        scales.append(load_scales(scale_at + row * cfg.scale_row, cfg))
+        zeros.append(None if cfg.symmetric else load_zeros(zero_at + row * 32, cfg))
     return words, scales, zeros
 
 
@@ -162,13 +166,12 @@ def multiply_unit(tot, first: cutlass.Constexpr, read, acts, sums, cfg: cutlass.
     nt = cfg.nt
     for f in cutlass.range_constexpr(cfg.unit_k // cfg.flush_k):
         row = 0 if cfg.per_channel else f
-        acc = [[start(sums[f][n], zeros[row], rt, cfg) for n in range(nt)] for rt in range(2)]
+        acc = [[group_start(sums[f][n], zeros[row], rt, cfg) for n in range(nt)] for rt in range(2)]
         for pair in cutlass.range_constexpr(cfg.flush_k // 32):
             for half in cutlass.range_constexpr(2):
                 step = f * (cfg.flush_k // 16) + pair * 2 + half
                 for rt in cutlass.range_constexpr(2):
-                    # "f16": nibbles stay where they are
-                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], "f16")
+                    a = decode_word(words[(step // 4) * 2 + rt][step % 4], True)
                     for n in cutlass.range_constexpr(nt):
                         b = acts[n][f * (cfg.flush_k // 32) + pair]
                         acc[rt][n] = ptx.mma_16816(
@@ -203,13 +206,13 @@ def write_fragment(values, f, tile0, lane, dst, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def finish(codes, received, place, tile0, dst, cfg: cutlass.Constexpr):
-    """Add the warps' sums, then the cluster's blocks'; every block writes a share of the tile."""
+def finish(codes, received, there, place, tile0, dst, cfg: cutlass.Constexpr):
+    """Add the warps' sums, then the cluster's blocks'; every block writes a share of the tile.
+
+    `there` is the barrier that counts what the cluster's blocks have sent."""
     warp, lane, rank = place
     of_warp = cfg.tiles * 2 * cfg.nt
     cute.arch.sync_threads()
-    if cutlass.const_expr(cfg.cluster > 1):
-        ptx.cluster_wait()
     for i in cutlass.range_constexpr(-(-cfg.fragments // cfg.num_warps)):
         f = i * cfg.num_warps + warp
         if f < cfg.fragments:
@@ -220,44 +223,101 @@ def finish(codes, received, place, tile0, dst, cfg: cutlass.Constexpr):
             total = add_parts(at, cfg.warp_bytes, cfg.k_warps)
             if cutlass.const_expr(cfg.cluster > 1):
                 to = received + (rank * cfg.share + f // cfg.cluster) * 512 + lane * 16
-                ptx.sts128f_cluster(to, f % cfg.cluster, total)
+                ptx.sts128f_async(to, there, f % cfg.cluster, total)
             else:
                 write_fragment(total, f, tile0, lane, dst, cfg)
     if cutlass.const_expr(cfg.cluster > 1):
-        ptx.cluster_arrive()
-        ptx.cluster_wait()
         for i in cutlass.range_constexpr(-(-cfg.share // cfg.num_warps)):
             j = i * cfg.num_warps + warp
             f = j * cfg.cluster + rank
             if f < cfg.fragments:
+                ptx.mbar_wait(there, 0)
                 total = add_parts(received + j * 512 + lane * 16, cfg.share * 512, cfg.cluster)
                 write_fragment(total, f, tile0, lane, dst, cfg)
 
 
 @cute.jit
-def init_barriers(smem, tid, cfg: cutlass.Constexpr):
-    """[a warp's tiles of each stage | activations there | activations read]; returns the last
-    two's addresses."""
-    act_full = smem + cfg.num_warps * cfg.stages * cfg.tiles * 8
-    act_empty = act_full + cfg.k_warps * cfg.act_stages * 8
-    if tid == 0:
-        for i in cutlass.range_constexpr(
-            cfg.num_warps * cfg.stages * cfg.tiles + cfg.k_warps * cfg.act_stages
-        ):
-            ptx.mbar_init(smem + i * 8, 1)
-        for i in cutlass.range_constexpr(cfg.k_warps * cfg.act_stages):
-            ptx.mbar_init(act_empty + i * 8, cfg.n_warps)
-        ptx.mbar_fence()
+def init_barriers(smem, tid, rank, cfg: cutlass.Constexpr):
+    """[a warp's tiles of each stage | activations there | activations read | sums there]; returns
+    the last three's addresses."""
+    act_full = smem + cfg.code_barriers * 8
+    act_empty = act_full + cfg.act_slots * 8
+    there = act_empty + cfg.act_slots * 8
+    # a barrier a thread: one after the other they would be some 40 instructions of latency
+    threads = 32 * cfg.num_warps
+    for turn in cutlass.range_constexpr(-(-cfg.barriers // threads)):
+        i = turn * threads + tid
+        if i < cfg.barriers:
+            count = Int32(1)
+            if i >= cfg.code_barriers + cfg.act_slots:
+                if i < cfg.code_barriers + 2 * cfg.act_slots:
+                    count = Int32(cfg.n_warps)
+            ptx.mbar_init(smem + i * 8, count)
+            ptx.mbar_fence()
+            if cutlass.const_expr(cfg.cluster > 1):
+                if i == cfg.barriers - 1:
+                    own = (cfg.fragments - rank + cfg.cluster - 1) // cfg.cluster
+                    ptx.mbar_expect(there, own * (cfg.cluster * 512), Int32(1))
     cute.arch.sync_threads()
-    return act_full, act_empty
+    return act_full, act_empty, there
+
+
+@cute.jit
+def store_sums(tot, first: cutlass.Constexpr, at, lane, cfg: cutlass.Constexpr):
+    """A warp's sums of 32 outputs into the place of codes that every lane has read."""
+    cute.arch.sync_warp()
+    for f in cutlass.range_constexpr(2 * cfg.nt):
+        ptx.sts128f(at + f * 512 + lane * 16, [tot[first + 4 * f + e] for e in range(4)])
+
+
+@cute.jit
+def one_step(s, tot, mine, where, acts_of, src, cfg: cutlass.Constexpr):
+    """Products of a step; asks for what its places hold next.
+
+    mine = (a warp's codes, their barriers); where = (its first tile, its first unit, k_warp,
+    n_warp, lane); acts_of = (first slot, barriers of slots there, read, TMA's tiles)."""
+    codes, bars = mine
+    tile, unit0, k_warp, n_warp, lane = where
+    acts_at, act_full, act_empty, act_tiles = acts_of
+    stage, phase = s % cfg.stages, (s // cfg.stages) % 2
+    act_stage, turn = s % cfg.act_stages, (s // cfg.act_stages) % 2
+    slot0 = (k_warp * cfg.act_stages + act_stage) * cfg.units
+    step_units = cfg.k_warps * cfg.units
+    for u in cutlass.range_constexpr(cfg.units):
+        full, empty = act_full + (slot0 + u) * 8, act_empty + (slot0 + u) * 8
+        ptx.mbar_wait(full, turn)
+        acts = read_activations(acts_at + (slot0 + u) * cfg.act_slot_bytes, lane, cfg)
+        if cutlass.const_expr(cfg.steps > cfg.act_stages):
+            cute.arch.sync_warp()
+            ptx.mbar_arrive(empty, Int32(lane == 0))
+        sums = group_sums(acts, cfg)
+        for t in cutlass.range_constexpr(cfg.tiles):
+            place = stage * cfg.tiles + t
+            if cutlass.const_expr(u == 0):
+                ptx.mbar_wait(bars + place * 8, phase)
+            read = read_unit(codes + place * cfg.slot_bytes, u, lane, cfg)
+            if cutlass.const_expr(u == cfg.refill_unit):
+                cute.arch.sync_warp()
+                if s + cfg.stages < cfg.steps:
+                    with cute.arch.elect_one():
+                        at = codes + place * cfg.slot_bytes
+                        coming = unit0 + (s + cfg.stages) * step_units
+                        ask_for_weights(src, tile + t, coming, at, bars + place * 8, cfg)
+            multiply_unit(tot, t * 8 * cfg.nt, read, acts, sums, cfg)
+        if cutlass.const_expr(cfg.steps > cfg.act_stages):
+            if n_warp == 0:
+                if s + cfg.act_stages < cfg.steps:
+                    ptx.mbar_wait(empty, turn)
+                    later = unit0 + (s + cfg.act_stages) * step_units + u
+                    ask_for_activations(act_tiles, later, slot0 + u, full, lane, cfg)
 
 
 @cute.kernel
 def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Constexpr):
     """tma = (atom, tensor) of the activations; pointers = (words, scales, zeros, out, bias);
-    sizes = (M, N, chunks, groups, elements between rows of out, steps of a block)."""
+    sizes = (M, N, chunks, groups, elements between rows of out)."""
     words, scales, zeros, out, bias = pointers
-    M, N, chunks, groups, out_stride, steps = sizes
+    M, N, chunks, groups, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
     column, rank, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
@@ -265,90 +325,67 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
     k_warp, n_warp = warp % cfg.k_warps, warp // cfg.k_warps
     smem_base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
     smem = Int32(smem_base.toint())
-    act_full, act_empty = init_barriers(smem, tid, cfg)
+    act_full, act_empty, there = init_barriers(smem, tid, rank, cfg)
     if cutlass.const_expr(cfg.cluster > 1):
         ptx.cluster_arrive()
     ptx.launch_next_grid()
 
     tile0 = column * (cfg.n_warps * cfg.tiles)
     tile = tile0 + n_warp * cfg.tiles
-    unit0 = rank * steps * cfg.k_warps + k_warp
+    step_units = cfg.k_warps * cfg.units
+    unit0 = rank * (cfg.steps * step_units) + k_warp * cfg.units
     codes = smem + cfg.codes_offset
     mine = codes + warp * cfg.warp_bytes
     bars = smem + warp * (cfg.stages * cfg.tiles * 8)
     src = (words, scales, zeros, chunks, groups)
-    for d in cutlass.range_constexpr(cfg.stages):
-        if d < steps:
-            with cute.arch.elect_one():
-                for t in cutlass.range_constexpr(cfg.tiles):
-                    i = d * cfg.tiles + t
-                    at = mine + i * cfg.slot_bytes
-                    ask_for_weights(src, tile + t, unit0 + d * cfg.k_warps, at, bars + i * 8, cfg)
+    with cute.arch.elect_one():
+        for d in cutlass.range_constexpr(cfg.stages):
+            for t in cutlass.range_constexpr(cfg.tiles):
+                i = d * cfg.tiles + t
+                at = mine + i * cfg.slot_bytes
+                ask_for_weights(src, tile + t, unit0 + d * step_units, at, bars + i * 8, cfg)
     ptx.wait_previous_grid()
     act_tiles = partition_activations(tma, smem_base, cfg)
-    slot0 = k_warp * cfg.act_stages
     if n_warp == 0:
         for d in cutlass.range_constexpr(cfg.act_stages):
-            if d < steps:
-                bar = act_full + (slot0 + d) * 8
-                ask_for_activations(act_tiles, unit0 + d * cfg.k_warps, slot0 + d, bar, lane, cfg)
+            for u in cutlass.range_constexpr(cfg.units):
+                slot = (k_warp * cfg.act_stages + d) * cfg.units + u
+                unit = unit0 + d * step_units + u
+                ask_for_activations(act_tiles, unit, slot, act_full + slot * 8, lane, cfg)
+    if cutlass.const_expr(cfg.cluster > 1):
+        ptx.cluster_wait()
 
     tot = cute.make_rmem_tensor((8 * cfg.nt * cfg.tiles,), Float32)
     for i in cutlass.range_constexpr(8 * cfg.nt * cfg.tiles):
         tot[i] = Float32(0.0)
-    stage, phase = Int32(0), Int32(0)
-    for s in cutlass.range(steps, unroll=1):
-        slot = slot0 + s % cfg.act_stages
-        full, empty, turn = act_full + slot * 8, act_empty + slot * 8, (s // cfg.act_stages) % 2
-        ptx.mbar_wait(full, turn)
-        acts = read_activations(smem + cfg.dynamic_offset + slot * cfg.act_slot_bytes, lane, cfg)
-        cute.arch.sync_warp()
-        ptx.mbar_arrive(empty, Int32(lane == 0))
-        if n_warp == 0:
-            if s + cfg.act_stages < steps:
-                ptx.mbar_wait(empty, turn)
-                later = unit0 + (s + cfg.act_stages) * cfg.k_warps
-                ask_for_activations(act_tiles, later, slot, full, lane, cfg)
-        sums = group_sums(acts, cfg)
-        coming = unit0 + (s + cfg.stages) * cfg.k_warps
-        for t in cutlass.range_constexpr(cfg.tiles):
-            place = stage * cfg.tiles + t
-            ptx.mbar_wait(bars + place * 8, phase)
-            read = read_unit(mine + place * cfg.slot_bytes, lane, cfg)
-            cute.arch.sync_warp()
-            if s + cfg.stages < steps:
-                with cute.arch.elect_one():
-                    at = mine + place * cfg.slot_bytes
-                    ask_for_weights(src, tile + t, coming, at, bars + place * 8, cfg)
-            multiply_unit(tot, t * 8 * cfg.nt, read, acts, sums, cfg)
-        stage += 1
-        if stage == cfg.stages:
-            stage = Int32(0)
-            phase = phase ^ 1
-    # the sums take the place of codes that every lane has read
-    cute.arch.sync_warp()
-    for f in cutlass.range_constexpr(cfg.tiles * 2 * cfg.nt):
-        at = mine + f // (2 * cfg.nt) * cfg.slot_bytes + f % (2 * cfg.nt) * 512 + lane * 16
-        ptx.sts128f(at, [tot[4 * f + e] for e in range(4)])
+    where = (tile, unit0, k_warp, n_warp, lane)
+    acts_of = (smem + cfg.dynamic_offset, act_full, act_empty, act_tiles)
+    if cutlass.const_expr(cfg.steps == 1):
+        one_step(Int32(0), tot, (mine, bars), where, acts_of, src, cfg)
+    else:
+        for s in cutlass.range(cfg.steps, unroll=1):
+            one_step(s, tot, (mine, bars), where, acts_of, src, cfg)
+    for t in cutlass.range_constexpr(cfg.tiles):
+        store_sums(tot, t * 8 * cfg.nt, mine + t * cfg.slot_bytes, lane, cfg)
     dst = (out, bias, M, N, out_stride)
-    finish(codes, smem + cfg.received_offset, (warp, lane, rank), tile0, dst, cfg)
+    finish(codes, smem + cfg.received_offset, there, (warp, lane, rank), tile0, dst, cfg)
 
 
 @cute.jit
 def launch_stream(
     words: Int64, scales: Int64, zeros: Int64, out: Int64, bias: Int64, M: Int32, N: Int32,
-    chunks: Int32, groups: Int32, out_stride: Int32, columns: Int32, steps: Int32, rows, stream,
+    chunks: Int32, groups: Int32, out_stride: Int32, columns: Int32, rows, stream,
     cfg: cutlass.Constexpr,
 ):  # fmt: skip
     """Launch on a stream; arguments are device addresses and sizes, `columns` blocks along the
     outputs, and the activations [M, K] as a tensor."""
-    one = cute.slice_(tile_layout(cfg, 1), (None, None, 0))
+    one = cute.slice_(box_layout(cfg, 1), (None, None, 0))
     load = cpasync.CopyBulkTensorTileG2SOp()
-    tma = cpasync.make_tiled_tma_atom(load, rows, one, (8 * cfg.nt, 64))
+    tma = cpasync.make_tiled_tma_atom(load, rows, one, (cfg.box_rows, 64))
     stream_kernel(
         (tma[0], tma[1]),
         (words, scales, zeros, out, bias),
-        (M, N, chunks, groups, out_stride, steps),
+        (M, N, chunks, groups, out_stride),
         cfg,
     ).launch(
         grid=(columns, cfg.cluster, 1),
@@ -367,7 +404,7 @@ def trace(config: StreamConfig, architecture: str):
     return cute.compile(
         launch_stream,
         *[Int64(0)] * 5,
-        *[Int32(1)] * 7,
+        *[Int32(1)] * 6,
         fake_matrix(DTYPE[config.kind], 8),
         make_fake_stream(),
         config,

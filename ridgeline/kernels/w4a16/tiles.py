@@ -40,6 +40,23 @@ class DecodeConfig:
     """Start before the previous kernel of the stream ends; wait for it before using activations."""
     lean: bool = False
     """Activations by TMA tiles of 8 nt rows, instead of a copy a row."""
+    raw: bool = False
+    """bf16 codes stay subnormal, q 2^-133, and activations are multiplied by 2^64: two instructions
+    less a word."""
+    cluster: int = 1
+    """2: K is cut in two, and both blocks' sums meet in their shared memory."""
+
+    @property
+    def subnormal(self) -> bool:
+        """Codes are operands where their nibbles lie, those of rows g + 8 16 times as large."""
+        return self.raw or self.kind == "f16"
+
+    @property
+    def code_factors(self) -> tuple[float, float]:
+        """What sums of rows g and g + 8 are too small by."""
+        if self.raw:
+            return 2.0**69, 2.0**65
+        return (2.0**24, 2.0**20) if self.subnormal else (1.0, 1.0)
 
     @property
     def per_channel(self) -> bool:
@@ -96,6 +113,8 @@ class DecodeConfig:
     @property
     def sum_factor(self) -> float:
         """What the sum of activations is kept times."""
+        if self.raw:
+            return -8.0 if self.symmetric else -1.0
         if not self.symmetric:
             return -1.0 if self.kind == "bf16" else -(2.0**-24)
         return -136.0 if self.kind == "bf16" else -8.0 * 2.0**-24
@@ -122,8 +141,13 @@ class DecodeConfig:
         return 0, full, empty, empty + self.red_buffers * 8
 
     @property
+    def there_offset(self) -> int:
+        """Barriers of sums that the cluster's other block sends: two a reducer."""
+        return self.barrier_offsets()[3] + self.warps * 8
+
+    @property
     def ring_offset(self) -> int:
-        end = self.barrier_offsets()[3] + self.warps * 8
+        end = self.there_offset + (2 * self.reducers * 8 if self.cluster > 1 else 0)
         return -(-end // 128) * 128
 
     @property
@@ -131,9 +155,15 @@ class DecodeConfig:
         return self.ring_offset + self.warps * self.stages * self.slot_bytes
 
     @property
+    def received_offset(self) -> int:
+        """What the other block sends: half a tile, two places a reducer."""
+        return self.red_offset + self.red_buffers * self.red_bytes
+
+    @property
     def dynamic_offset(self) -> int:
         """Where group sums and activations start; TMA's swizzle wants a multiple of 1024."""
-        end = self.red_offset + self.red_buffers * self.red_bytes
+        end = self.received_offset
+        end += 2 * self.reducers * self.nt * 512 if self.cluster > 1 else 0
         return -(-end // 1024) * 1024 if self.lean else end
 
     def act_pitch(self, max_units: int) -> int:
@@ -152,150 +182,6 @@ class DecodeConfig:
     def act_chunk_bytes(self) -> int:
         """64 inputs of 8 nt rows of activations (lean)."""
         return 1024 * self.nt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """What the kernel with clusters along K is compiled for (its cache key)."""
-
-    kind: str
-    """Activations: "bf16" or "f16"."""
-    scale: str
-    """Stored scales: "bf16", "f16" or "f32"."""
-    symmetric: bool
-    packed_group: int
-    """32, 64, 128, 256, or 0 for one scale along K."""
-    nt: int
-    """Columns of 8 rows of activations: M <= 8 nt; 1 or 2."""
-    k_warps: int
-    """Warps along K ..."""
-    n_warps: int
-    """... and along the outputs of a block."""
-    tiles: int
-    """Of 32 outputs a warp."""
-    cluster: int
-    """Blocks along K: all of it; 1 to 8."""
-    stages: int
-    """Steps of k_warps units whose codes are in flight ..."""
-    act_stages: int
-    """... and whose activations are; at most `stages`."""
-    blocks_per_sm: int = 2
-    silu_mul: bool = False
-    """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
-    pdl: bool = True
-
-    @property
-    def per_channel(self) -> bool:
-        return self.packed_group == 0
-
-    @property
-    def unit_k(self) -> int:
-        """Inputs that a warp takes at once."""
-        return max(128, self.packed_group)
-
-    @property
-    def unit_chunks(self) -> int:
-        return self.unit_k // 64
-
-    @property
-    def flush_k(self) -> int:
-        """Inputs between two uses of the scale."""
-        return self.packed_group or 128
-
-    @property
-    def unit_groups(self) -> int:
-        """Scale rows a unit brings."""
-        return 1 if self.per_channel else self.unit_k // self.flush_k
-
-    @property
-    def step_k(self) -> int:
-        """Inputs of a block's step."""
-        return self.k_warps * self.unit_k
-
-    @property
-    def block_n(self) -> int:
-        """Outputs of a block."""
-        return 32 * self.n_warps * self.tiles
-
-    @property
-    def num_warps(self) -> int:
-        return self.k_warps * self.n_warps
-
-    @property
-    def scale_row(self) -> int:
-        """Bytes of the scales of 32 outputs."""
-        return 32 * SCALE_WIDTH[self.scale]
-
-    @property
-    def code_bytes(self) -> int:
-        """Of 32 outputs x a unit."""
-        return self.unit_chunks * 1024
-
-    @property
-    def scale_bytes(self) -> int:
-        return self.unit_groups * self.scale_row
-
-    @property
-    def zero_bytes(self) -> int:
-        return 0 if self.symmetric else self.unit_groups * 32
-
-    @property
-    def tile_bytes(self) -> int:
-        return self.code_bytes + self.scale_bytes + self.zero_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        """32 outputs x a unit in shared memory; a warp's sums of a tile take the same place."""
-        return -(-max(self.tile_bytes, 1024 * self.nt) // 128) * 128
-
-    @property
-    def warp_bytes(self) -> int:
-        return self.stages * self.tiles * self.slot_bytes
-
-    @property
-    def sum_factor(self) -> float:
-        """What the sum of activations is kept times."""
-        offset = -8.0 if self.symmetric else -1.0
-        return offset if self.kind == "bf16" else offset * 2.0**-24
-
-    @property
-    def act_chunk_bytes(self) -> int:
-        """64 inputs of 8 nt rows of activations."""
-        return 1024 * self.nt
-
-    @property
-    def act_slot_bytes(self) -> int:
-        return self.unit_chunks * self.act_chunk_bytes
-
-    @property
-    def fragments(self) -> int:
-        """Of 16 outputs x 8 rows a block."""
-        return self.n_warps * self.tiles * 2 * self.nt
-
-    @property
-    def share(self) -> int:
-        """Fragments that a block of the cluster finishes, at most."""
-        return -(-self.fragments // self.cluster)
-
-    @property
-    def dynamic_offset(self) -> int:
-        """Where activations start, behind the barriers."""
-        bars = self.num_warps * self.tiles * self.stages + 2 * self.k_warps * self.act_stages
-        return -(-bars * 8 // 1024) * 1024
-
-    @property
-    def codes_offset(self) -> int:
-        return self.dynamic_offset + self.k_warps * self.act_stages * self.act_slot_bytes
-
-    @property
-    def received_offset(self) -> int:
-        return self.codes_offset + self.num_warps * self.warp_bytes
-
-    @property
-    def smem_bytes(self) -> int:
-        """Barriers, activations, codes, what the cluster's blocks send."""
-        received = self.cluster * self.share * 512 if self.cluster > 1 else 0
-        return self.received_offset + received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,9 +209,19 @@ class MatmulConfig:
     cluster: int = 1
     """Blocks that share a tile, each a part of K; they add their sums in each other's shared
     memory."""
+    parts: int = 1
+    """The same through global memory, by neighbouring blocks that all run at once."""
+    cast: int = 1
+    """Blocks of a cluster, of neighbouring outputs, that bring each other's activations: 1 or 2
+    (then `cluster` is 1)."""
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
+
+    @property
+    def split(self) -> int:
+        """Blocks that have a part of K of one tile each."""
+        return self.cluster * self.parts
 
     @property
     def block_n(self) -> int:
@@ -390,7 +286,7 @@ class MatmulConfig:
         """Shared memory of the output: its tile, or what the cluster's other blocks send."""
         if self.cluster > 1:
             return self.cluster * -(-self.fragments // self.cluster) * 512
-        if self.silu_mul:
+        if self.silu_mul or self.parts > 1:
             return 0
         return self.consumers * self.store_regions * self.block_m * 128
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline.kernels.attention import calls, flash_attn_func, flash_attn_varlen_func
 from ridgeline.kernels.attention.recent import Recent
@@ -69,7 +70,7 @@ def test_known_calls_give_what_the_operator_gives(kind: str) -> None:
     first, again = (_grads(run, *leaves) for _ in range(2))
     assert first[0].grad_fn is not None and "_Attention" in type(first[0].grad_fn).__name__
     # Nobody but a mode's owner asks for operators: the same call through them.
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         wanted = _grads(run, *leaves)
     assert "_Attention" not in type(wanted[0].grad_fn).__name__
     for one, other, want in zip(first, again, wanted, strict=True):

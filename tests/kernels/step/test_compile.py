@@ -73,11 +73,12 @@ def test_nothing_waits_where_not_overlapped():
     assert "griddepcontrol" not in made.asm["ptx"]
 
 
-def test_a_short_sequences_keys_and_the_next_weights_come_before_the_wait(tmp_path):
-    """All 256 keys and values of a head, and the requests for weights; in registers, none spilt."""
+def test_a_short_sequences_keys_come_before_the_wait(tmp_path):
+    """All 256 keys and values of a head, in registers, none spilt; idle programs ask."""
     config = next(each for each in triton_attend.CANDIDATES if each.near == 256)
     sizes = {"G": 8, "GROUP": 4, "ROWS": 16, "D": 128, "BLOCK_HALF": 64, "BLOCK_D": 128, "W": 128}
-    cut = {"BLOCK_N": config.block_n, "SPLITS": config.splits, "NEAR": 256, "REACH": 1024}
+    cut = {"BLOCK_N": config.block_n, "SPLITS": config.splits}
+    cut |= {"NEAR": 256, "REACH": 1024, "NEAR_RANGES": 4}
     flags = {"WINDOW": 0, "NORM": False, "PRECISION": None, "OVERLAP": True}
     asked = {"ASKED": 2, "PIECE": 512, "THREADS": 32 * config.num_warps}
     kinds = dict.fromkeys(("cos_ptr", "sin_ptr", "part_ptr", "lse_ptr"), "*fp32")
@@ -92,6 +93,8 @@ def test_a_short_sequences_keys_and_the_next_weights_come_before_the_wait(tmp_pa
     assert set(re.findall(r"(?:STACK|LOCAL):(\d+)", said)) == {"0"}
     order = re.findall(r"\b(PREEXIT|LDG\.E\.128|UBLKPF|ACQBULK)", said)
     near = order[: order.index("ACQBULK")]  # the first of the two ways to cut a sequence
-    assert near[0] == "PREEXIT" and near.count("UBLKPF") >= 2
+    assert near[0] == "PREEXIT" and order.count("UBLKPF") >= 2
     keys_and_values = 256 * 2 * 128 * 2
+    never = {"NEAR": 0, "REACH": 0, "NEAR_RANGES": 0}
+    assert for_hopper(function, given | never, kinds, 4, overlap=True)  # compiles too
     assert near.count("LDG.E.128") >= keys_and_values // (16 * 32 * config.num_warps)

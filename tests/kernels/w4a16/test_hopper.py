@@ -67,8 +67,26 @@ def test_matmul_launches_fit_and_cover(group, kind, scale):
             assert rest * (k // 128) * launch.blocks < 2**31
             in_memory = rest > 0 and config.cluster == 1
             assert (launch.workspace_floats > 0) == in_memory
-            if config.cluster > 1:
-                assert launch.blocks == tiles * config.cluster and launch.waves == 0
+            if config.split > 1:
+                assert launch.blocks == tiles * config.split and launch.waves == 0
+
+
+def test_measured_plans_give_every_block_work():
+    """Parts of a tile are blocks that run at once, each with a step of K; two that share
+    activations walk tiles of the same rows in step."""
+    for (k, n, m), (shape, plan) in configs._MEASURED.items():
+        launch = configs.matmul_launch(traits(128, scale="bf16"), m, n, k, SMS)
+        config = launch.config
+        assert (config.block_m, config.stages) == (shape[0], shape[3])
+        assert (config.cluster, config.parts, config.cast) == (plan.cluster, plan.parts, plan.cast)
+        tiles = -(-m // config.block_m) * -(-n // config.block_n)
+        assert launch.waves * launch.blocks <= tiles
+        assert launch.blocks <= SMS * config.blocks_per_sm
+        assert launch.blocks % config.cast == 0 and (config.cast == 1 or config.cluster == 1)
+        if config.split > 1:
+            assert launch.blocks == tiles * config.split and config.split <= k // 128
+            # a counter for each warp of each tile
+            assert tiles * config.consumers * 4 <= 4096
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
@@ -83,7 +101,9 @@ def test_streams_fit_and_cover(group, kind, scale):
             assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm
             assert config.nt == -(-rows // 8) and 1 <= config.cluster <= 8
             assert launch.columns * config.block_n == n
-            assert launch.steps * config.step_k * config.cluster == k
+            assert config.steps * config.step_k * config.cluster == k
+            assert config.act_stages <= config.stages <= config.steps
+            assert config.box_rows == rows
             assert launch.columns * config.cluster <= SMS * config.blocks_per_sm
             # a warp's sums of a tile find room where its codes lay; TMA's swizzle, bulk copies
             assert config.slot_bytes >= 1024 * config.nt and config.slot_bytes % 128 == 0
@@ -101,7 +121,10 @@ def test_measured_choices():
     for m in (9, 16, 33, 64):  # K in two parts of a cluster
         found = configs.matmul_launch(kind, m, 14336, 4096, SMS)
         assert (found.config.cluster, found.blocks, found.waves) == (2, 224, 0)
-        assert found.config.stages == (5 if m <= 16 else 3)
+        assert found.config.stages == (6 if m <= 16 else 3)
+    for m, parts in ((16, 8), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
+        found = configs.matmul_launch(kind, m, 4096, 14336, SMS)
+        assert (found.config.cluster, found.config.parts) == (1, parts)
     found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
     assert (found.config.block_n, found.waves, found.blocks) == (128, 1, 132)
     assert found.workspace_floats == 2 * 132 * 128 * 128
@@ -154,7 +177,7 @@ def test_invariant_launch_ignores_rows():
         assert len(found) == 1
     small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
     assert [type(launch) for launch in small] == [
-        configs.DecodeLaunch,
+        configs.StreamLaunch,
         configs.DecodeLaunch,
         configs.StreamLaunch,
         configs.MatmulLaunch,
@@ -162,7 +185,7 @@ def test_invariant_launch_ignores_rows():
 
 
 def test_explain_gives_the_launch():
-    small = W4A16Problem(m=1, n=4096, k=4096, group_size=128)
+    small = W4A16Problem(m=8, n=4096, k=4096, group_size=128)
     large = W4A16Problem(m=512, n=4096, k=4096, group_size=128)
     arch = pretend("sm90")
     assert isinstance(configs.launch_for(small, arch), configs.DecodeLaunch)
@@ -250,18 +273,18 @@ class TestOnHopper:
         some = forward(act[3:12], prepared, None, batch_invariant=True)
         assert torch.equal(whole[3:12], some)
 
-    @pytest.mark.parametrize("plan", [(4, 2, 2, 2, 2, 1, 2), (2, 1, 1, 4, 2, 2, 2)])
+    @pytest.mark.parametrize("plan", [(4, 2, 2, 2, 1, 2, 1, 2), (2, 1, 1, 4, 2, 1, 1, 2)])
     def test_clusters_along_k(self, kind, plan, monkeypatch):
         n, k = 508, 2048
         monkeypatch.setattr(
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
         monkeypatch.setattr(
-            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (4, 8, 16)}
+            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (1, 4, 8, 16)}
         )
         configs.stream_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
-        for m in (1, 8, 13, 16):
+        for m in (1, 3, 8, 13, 16):
             act = torch.randn(m, k, device="cuda").to(prepared.dtype)
             bias = torch.randn(n, device="cuda").to(prepared.dtype)
             out = forward(act, prepared, bias)
@@ -275,6 +298,35 @@ class TestOnHopper:
         whole = forward(act, prepared, None, batch_invariant=True)
         assert torch.equal(whole[3:4], forward(act[3:4], prepared, None, batch_invariant=True))
         configs.stream_launch.cache_clear()
+
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            {"waves": 0, "blocks": 28, "cluster": 7},
+            {"waves": 0, "blocks": 16, "parts": 4},
+            {"waves": 0, "blocks": 24, "parts": 6, "cast": 2},
+            {"waves": 1, "blocks": 4, "cast": 2},
+            {"waves": 0, "blocks": 6, "cast": 2},
+        ],
+    )
+    def test_shared_tiles(self, kind, plan, monkeypatch):
+        """K in parts of a cluster and of none, activations brought by two, in stream-K too."""
+        n, k = 508, 2048
+        monkeypatch.setattr(
+            configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
+        )
+        shape = (64, 2, 1, 2, 2, 2)
+        monkeypatch.setattr(configs, "_MEASURED", {(k, 512, 64): (shape, configs._Plan(**plan))})
+        configs.matmul_launch.cache_clear()
+        weight, prepared, forward = on_gpu(*kind, n, k)
+        for m in (33, 64):
+            act = torch.randn(m, k, device="cuda").to(prepared.dtype)
+            bias = torch.randn(n, device="cuda").to(prepared.dtype)
+            out = forward(act, prepared, bias)
+            check(out, act, weight, bias, prepared.dtype)
+            for _ in range(3):
+                assert torch.equal(out, forward(act, prepared, bias))
+        configs.matmul_launch.cache_clear()
 
     def test_strided_rows_and_graph(self, kind):
         weight, prepared, forward = on_gpu(*kind, 256, 512)

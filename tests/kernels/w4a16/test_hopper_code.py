@@ -30,7 +30,7 @@ def config_of(**changes: Any) -> Any:
 
 
 FEW = {
-    "decode": config_of(m=1),
+    "decode": config_of(m=8),
     "decode-fp16-asymmetric": config_of(m=8, dtype="float16", group_size=64, symmetric=False),
     "stream": config_of(m=16),
     "matmul": config_of(m=512),
@@ -53,6 +53,10 @@ ALL = [pytest.param(config, id=name) for name, config in FEW.items()]
 ALL += [pytest.param(c, id=name, marks=pytest.mark.slow) for name, c in shipped().items()]
 
 
+# Long unrolled loops are meant, as registers are indexed by constants only. The newer name of the
+# other would be another source, so new kernels in every cache.
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.filterwarnings("ignore:warpgroup.OperandMajorMode is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("config", ALL)
 def test_machine_code(config: Any, cache: Path) -> None:
     if not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
