@@ -5,8 +5,9 @@
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
-deterministic, turned_windows (deterministic windows), packed_wide and used_backward (sequences that
-end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing);
+deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
+themselves), packed_wide and used_backward (sequences that end early), far (scores far below zero),
+widths (pairs of head dims beyond 128), repeats, tune (times variants; prints, writes nothing);
 those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared with the
 fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
 missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
@@ -71,6 +72,7 @@ class Variant:
 
 
 HELPED = Variant((("helpers", True), ("other_registers", 72)))
+ZEROED_BEFORE = Variant((("zeros_ahead", False),))
 
 
 @contextlib.contextmanager
@@ -268,6 +270,66 @@ def group_turned_windows() -> None:
     for dim in dims:
         options = replace(masks(dim)[2], deterministic=True)
         bitwise(f"{dim} window deterministic", leaves((1100, 1100, 8, 8), dim), options, 200)
+
+
+def group_windows() -> None:
+    """Causal windows, dQ zeroed by the main kernel and before it; more blocks of keys than one is
+    ahead of the other; then 16k many times."""
+    squares = [
+        ((1100, 1100, 16, 16), 4), ((700, 700, 16, 4), 14), ((500, 500, 2, 1), 2),
+        ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20),
+    ]  # fmt: skip
+    for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], squares):
+        for variant, left in itertools.product((Variant(), ZEROED_BEFORE), (100, 400)):
+            options = replace(masks(dim)[2], window_left=left)
+            what = f"{dim} {shape} x{batch} window {left}"
+            if left < shape[0]:
+                check(what, variant, leaves(shape, dim, batch), options)
+    for dim in (128, 64):
+        for left, count in ((1023, 800), (3000, 100)):
+            options = replace(masks((dim, dim))[2], window_left=left)
+            shape = (16384, 16384, 2048 // dim, 2048 // dim)
+            repeated_sums(f"{dim} window {left}", leaves(shape, (dim, dim), 1), options, count)
+
+
+def repeated_sums(
+    what: str, qkv: list[torch.Tensor], options: AttentionOptions, count: int
+) -> None:
+    """Repeats give the same bits of dK and dV, and of dQ what a kernel gives that zeroes all of it
+    before, but for the order of additions."""
+    name, extras = f"{count} repeats {what}", AttentionExtras()
+    try:
+        out, lse = cute_sm90.forward(*qkv, options, extras)
+        tensors = (torch.randn_like(out), None, *qkv, out, lse, options, extras)
+        with using(ZEROED_BEFORE):
+            plain = cute_sm90.backward(*tensors)
+        first = cute_sm90.backward(*tensors)
+        differ = torch.zeros(2, dtype=torch.long, device="cuda")
+        far = torch.zeros((), device="cuda")
+        for _ in range(count):
+            grads = cute_sm90.backward(*tensors)
+            pairs = ((grads.dk, first.dk), (grads.dv, first.dv))
+            differ += torch.stack([(a != b).any().long() for a, b in pairs])
+            far = torch.maximum(far, (grads.dq.float() - plain.dq.float()).abs().max())
+    except UserError:
+        say("missing", name)
+        return
+    largest = plain.dq.float().abs().max().item()
+    good = not any(differ.tolist()) and far.item() <= 2**-7 * largest
+    found = f"calls that differ {differ.tolist()}, dQ {far.item():.1e} of {largest:.1e} away"
+    say("ok" if good else "BAD", f"{name}: {found}")
+
+
+def group_widths() -> None:
+    """Pairs of head dims beyond 128, V's not above Q's: what is padded to what."""
+    dims = [
+        (136, 32), (160, 64), (160, 128), (136, 136), (176, 40), (192, 64), (192, 160), (168, 96),
+        (200, 136), (256, 32), (256, 64), (256, 128), (224, 192), (256, 160), (248, 200),
+    ]  # fmt: skip
+    for dim, shape in itertools.product(dims, [(200, 300, 4, 2), (500, 129, 2, 1)]):
+        for options in masks(dim)[:2]:
+            mask = "causal" if options.causal else "full"
+            check(f"{dim} {shape} {mask}", Variant(), leaves(shape, dim), options)
 
 
 def group_packed_wide() -> None:

@@ -103,6 +103,12 @@ class BackwardConfig:
     """Blocks of threads, one a multiprocessor, each of which takes one block of keys after the
     other and loads the next one's K, V, Q and dO while it stores dK and dV; 0: as many as blocks of
     keys."""
+    short_last: bool = False
+    """Persistent, of a causal window: each head's last blocks of keys, whose walks are short, come
+    after those of all heads (`blocks.KeyOrder`)."""
+    zeros_ahead: bool = False
+    """With short_last and as many queries as keys: an idle warp zeroes the rows of fp32 dQ that
+    later blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -123,6 +129,16 @@ def counts(config: BackwardConfig | RolesConfig, deterministic: bool) -> bool:
 def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
     """Whether a launch's three kernels overlap."""
     return isinstance(config, BackwardConfig) and config.overlapped
+
+
+def is_short_last(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether blocks of keys are numbered by `blocks.KeyOrder`."""
+    return isinstance(config, BackwardConfig) and config.short_last
+
+
+def is_zeroing(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel zeroes most of fp32 dQ."""
+    return isinstance(config, BackwardConfig) and config.zeros_ahead
 
 
 def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -194,6 +210,11 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
 
 def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     """Why a block of threads cannot take several blocks of keys, or None."""
+    window = traits.has_left and traits.has_right and not traits.deterministic
+    if config.short_last and not (config.persistent and window):
+        return "short_last needs persistent and a window bounded on both sides, without turns"
+    if config.zeros_ahead and not config.short_last:
+        return "zeros_ahead needs short_last"
     if not config.persistent:
         return None
     if not config.helpers or traits.has_tails:
@@ -222,7 +243,9 @@ def backward_config(problem: AttentionProblem, arch: Arch) -> BackwardConfig | R
     """The tile for a problem."""
     traits = backward_traits(problem)
     for config in _candidates(traits):
-        return _persistent(config, traits, arch)
+        if isinstance(config, BackwardConfig) and _persists(traits):
+            return _persistent(config, problem, arch)
+        return config
     raise AssertionError(f"no backward tile for {traits}")  # `refuses` lets none of these through
 
 
@@ -237,18 +260,17 @@ def _persists(traits: BackwardTraits) -> bool:
     return traits.head_dim in (64, 128) and traits.has_left
 
 
-def _persistent(
-    config: BackwardConfig | RolesConfig, traits: BackwardTraits, arch: Arch
-) -> BackwardConfig | RolesConfig:
-    """The tile with one block of threads a multiprocessor where that is faster."""
-    if not isinstance(config, BackwardConfig) or not _persists(traits):
-        return config
+def _persistent(config: BackwardConfig, problem: AttentionProblem, arch: Arch) -> BackwardConfig:
+    """The tile with one block of threads a multiprocessor."""
+    window = problem.causal and problem.window_left is not None
     return replace(
         config,
         helpers=True,
         other_registers=72,
         persistent=arch.num_units,
-        overlapped=traits.deterministic,
+        overlapped=True,
+        short_last=window,
+        zeros_ahead=window and problem.seqlen_q == problem.seqlen_k,
     )
 
 

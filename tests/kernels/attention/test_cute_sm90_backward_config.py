@@ -135,15 +135,17 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "change", "persistent", "overlapped"),
+    ("dim", "change", "persistent", "zeros"),
     [
+        (128, {"causal": True, "window_left": 9, "seqlen_q": 2048}, True, True),
+        (64, {"causal": True, "window_left": 9, "seqlen_q": 2048}, True, True),
         (128, {"causal": True, "window_left": 9}, True, False),
-        (64, {"causal": True, "window_left": 9}, True, False),
+        (128, {"window_left": 9, "window_right": 9}, True, False),
         (96, {"causal": True, "window_left": 9}, False, False),
         (128, {"causal": True, "window_left": 9, "varlen": True}, False, False),
         (128, {"causal": True, "window_left": 9, "seqused": True}, False, False),
         (128, {"causal": True, "window_left": 9, "deterministic": True}, False, False),
-        (128, {"causal": True, "deterministic": True}, True, True),
+        (128, {"causal": True, "deterministic": True}, True, False),
         (64, {"causal": True, "deterministic": True}, False, False),
         (128, {"deterministic": True}, False, False),
         (128, {"causal": True}, False, False),
@@ -151,11 +153,13 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
     ],
 )
 def test_persistent_blocks_where_they_measured_faster(
-    dim: int, change: dict, persistent: bool, overlapped: bool
+    dim: int, change: dict, persistent: bool, zeros: bool
 ) -> None:
     problem = replace(BASE, head_dim=dim, head_dim_v=dim, **change)
     config, traits = cfg.backward_config(problem, H200), cfg.backward_traits(problem)
-    assert cfg.is_persistent(config) == persistent and cfg.is_overlapped(config) == overlapped
+    assert cfg.is_persistent(config) == persistent == cfg.is_overlapped(config)
+    window = "window_left" in change and problem.causal and persistent
+    assert cfg.is_short_last(config) == window and cfg.is_zeroing(config) == zeros
     if isinstance(config, cfg.BackwardConfig):
         assert cfg.why_invalid(config, traits) is None
         assert config.persistent == (H200.num_units if persistent else 0)
@@ -202,6 +206,12 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
         ({}, {"seqused": True}, "persistent needs helpers and dense"),
         ({}, {"deterministic": True, "causal": False}, "persistent in turns"),
         ({"stages": 4}, {}, "shared memory"),
+        ({"short_last": True}, {}, "short_last needs"),
+        ({"short_last": True}, {"window_left": 9}, None),
+        ({"short_last": True, "persistent": 0}, {"window_left": 9}, "short_last needs"),
+        ({"short_last": True}, {"window_left": 9, "deterministic": True}, "short_last needs"),
+        ({"zeros_ahead": True}, {"window_left": 9}, "zeros_ahead needs"),
+        ({"zeros_ahead": True, "short_last": True}, {"window_left": 9}, None),
     ],
 )
 def test_persistent_blocks_only_where_they_are_right(

@@ -39,7 +39,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import query_range
+from ridgeline.kernels.attention.cute.blocks import key_order, query_range, window_span
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
@@ -53,6 +53,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardTraits,
     is_overlapped,
     is_persistent,
+    is_short_last,
+    is_zeroing,
     keys_per_block,
     registers,
 )
@@ -133,7 +135,12 @@ class Backward:
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
-        tiles = Tiles(lengths, num_blocks)
+        order = None
+        if cutlass.const_expr(is_short_last(self.config)):
+            sizes = (longest_k + block_k - 1) // block_k, k.shape[2], num_batches
+            span = window_span(window_left, block_k)
+            order = key_order(sizes, heads_per_section, span, DeviceInteger)
+        tiles = Tiles(lengths, num_blocks, order)
         grid = (num_blocks, mdQ.shape[2], num_batches)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
         self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
@@ -328,6 +335,8 @@ class Backward:
             if cutlass.const_expr(self.last_keys_first):
                 number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
+        elif cutlass.const_expr(is_short_last(self.config)):
+            block, head, batch = tensors.tiles.order.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
@@ -422,5 +431,5 @@ class Backward:
         shared.added_ring.init(4, 1)
         shared.kv_ring.init(1, self.wgs)
         if cutlass.const_expr(is_persistent(self.config)):
-            helping = 2 if self.traits.deterministic else 0
+            helping = 2 if self.traits.deterministic else int(is_zeroing(self.config))
             shared.record_ring.init(1, key_warps + 4 + helping)

@@ -6,8 +6,9 @@ goes on to the next number when the last loads of a block are issued, and K, V, 
 while the key warpgroups still store dK and dV. K and V have two stages for that; positions in all
 rings go on from block to block (`Work.before`, `Work.steps_before`).
 
-A block of threads begins with its own index and then draws numbers from a counter in global memory,
-in order, so whoever waits for a lower one (turns) waits for a block that is being worked on.
+A block of threads draws numbers from a counter in global memory, in order, the first one too: so
+whoever waits for a lower one (turns, zeros) waits for a block that is being worked on, however few
+multiprocessors the device has left for this kernel.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class PersistentBackward(Backward):
         while number >= 0:
             work = self._work_of(tensors, scalars, number)
             work = replace(work, before=before, steps_before=steps)
+            if cutlass.const_expr(self.config.zeros_ahead):
+                self.queries.await_zeros(tensors, number)
             self.queries.serve(tensors, scalars, shared, work)
             steps += work.num_steps()
             before += 1
@@ -100,6 +103,9 @@ class PersistentBackward(Backward):
                 self._turns(tensors, scalars, shared, True)
             if warp == 2:
                 self._turns(tensors, scalars, shared, False)
+        if cutlass.const_expr(self.config.zeros_ahead):
+            if warp == 1:
+                self._zeros(tensors, shared)
 
     @cute.jit
     def _load(self, tensors: Globals, scalars: Scalars, shared: Shared):
@@ -108,7 +114,7 @@ class PersistentBackward(Backward):
             cute.arch.griddepcontrol_wait()
         total = self._order(tensors, scalars).num_tiles()
         before, steps = Int32(0), Int32(0)
-        number, _, _ = cute.arch.block_idx()
+        number = self._draw(tensors)
         while number < total:
             self._announce(shared, before, number)
             work = self._work_of(tensors, scalars, number)
@@ -139,14 +145,25 @@ class PersistentBackward(Backward):
             number = self._take(shared, before)
 
     @cute.jit
+    def _zeros(self, tensors: Globals, shared: Shared):
+        """One warp: zeros in dQ that later blocks add to."""
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_wait()
+        before = Int32(0)
+        number = self._take(shared, before)
+        while number >= 0:
+            self.queries.zero_ahead(tensors, number)
+            before += 1
+            number = self._take(shared, before)
+
+    @cute.jit
     def _draw(self, tensors: Globals) -> Int32:
-        """The next number beyond the grid's own."""
+        """The next number."""
         drawn = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = tensors.turns[tensors.turns.shape[0] - 1, 0, None].iterator
             drawn = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        grid, _, _ = cute.arch.grid_dim()
-        return cute.arch.shuffle_sync(drawn, 0) + grid
+        return cute.arch.shuffle_sync(drawn, 0)
 
     @cute.jit
     def _announce(self, shared: Shared, position: Int32, number: Int32):

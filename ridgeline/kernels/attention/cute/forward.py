@@ -568,7 +568,9 @@ class Forward:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
             layout = one_stage(self._row_layout(ROWS, self.traits.head_dim_v, 1))
-            return cute.make_tensor(shared.sQ[None, None, wg].iterator, layout.outer)
+            # O's own swizzle, which is not Q's where one width alone is a multiple of 64.
+            front = cute.recast_ptr(shared.sQ[None, None, wg].iterator, layout.inner, self.dtype)
+            return cute.make_tensor(front, layout.outer)
         return shared.sO[None, None, wg]
 
     @cute.jit
