@@ -568,7 +568,10 @@ class Forward:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
             layout = one_stage(self._row_layout(ROWS, self.traits.head_dim_v, 1))
-            return cute.make_tensor(shared.sQ[None, None, wg].iterator, layout.outer)
+            # The pointer carries Q's swizzle. O's differs where one of the widths is no multiple of
+            # 64, and TMA stores by O's.
+            front = cute.recast_ptr(shared.sQ[None, None, wg].iterator, layout.inner)
+            return cute.make_tensor(front, layout.outer)
         return shared.sO[None, None, wg]
 
     @cute.jit
