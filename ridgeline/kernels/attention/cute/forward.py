@@ -568,8 +568,10 @@ class Forward:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
             layout = one_stage(self._row_layout(ROWS, self.traits.head_dim_v, 1))
-            # O's own swizzle, which is not Q's where one width alone is a multiple of 64.
-            front = cute.recast_ptr(shared.sQ[None, None, wg].iterator, layout.inner, self.dtype)
+            front = shared.sQ[None, None, wg].iterator
+            if cutlass.const_expr(self.traits.head_dim % 64 != self.traits.head_dim_v % 64):
+                # The pointer carries Q's swizzle, and TMA stores by O's.
+                front = cute.recast_ptr(front, layout.inner)
             return cute.make_tensor(front, layout.outer)
         return shared.sO[None, None, wg]
 
