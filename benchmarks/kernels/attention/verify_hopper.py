@@ -6,10 +6,10 @@ One group a process, so that one that hangs costs its own time limit only. Group
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
 deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
-themselves), packed_wide and used_backward (sequences that end early), far (scores far below zero),
-widths (pairs of head dims beyond 128), repeats, tune (times variants; prints, writes nothing);
-those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared with the
-fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
+themselves) and window_repeats, packed_wide and used_backward (sequences that end early), far
+(scores far below zero), repeats, tune (times variants; prints, writes nothing); those of the
+forward over caches are in verify_hopper_cached.py. Every gradient is compared with the fp64
+reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
 missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
 call costs the host: bench_host.py.
 """
@@ -273,8 +273,8 @@ def group_turned_windows() -> None:
 
 
 def group_windows() -> None:
-    """Causal windows, dQ zeroed by the main kernel and before it; more blocks of keys than one is
-    ahead of the other; then 16k many times."""
+    """Causal windows, dQ zeroed by the main kernel and before it, with more blocks of keys than a
+    block is ahead of the one it zeroes for."""
     squares = [
         ((1100, 1100, 16, 16), 4), ((700, 700, 16, 4), 14), ((500, 500, 2, 1), 2),
         ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20),
@@ -285,6 +285,9 @@ def group_windows() -> None:
             what = f"{dim} {shape} x{batch} window {left}"
             if left < shape[0]:
                 check(what, variant, leaves(shape, dim, batch), options)
+
+
+def group_window_repeats() -> None:
     for dim in (128, 64):
         for left, count in ((1023, 800), (3000, 100)):
             options = replace(masks((dim, dim))[2], window_left=left)
@@ -318,18 +321,6 @@ def repeated_sums(
     good = not any(differ.tolist()) and far.item() <= 2**-7 * largest
     found = f"calls that differ {differ.tolist()}, dQ {far.item():.1e} of {largest:.1e} away"
     say("ok" if good else "BAD", f"{name}: {found}")
-
-
-def group_widths() -> None:
-    """Pairs of head dims beyond 128, V's not above Q's: what is padded to what."""
-    dims = [
-        (136, 32), (160, 64), (160, 128), (136, 136), (176, 40), (192, 64), (192, 160), (168, 96),
-        (200, 136), (256, 32), (256, 64), (256, 128), (224, 192), (256, 160), (248, 200),
-    ]  # fmt: skip
-    for dim, shape in itertools.product(dims, [(200, 300, 4, 2), (500, 129, 2, 1)]):
-        for options in masks(dim)[:2]:
-            mask = "causal" if options.causal else "full"
-            check(f"{dim} {shape} {mask}", Variant(), leaves(shape, dim), options)
 
 
 def group_packed_wide() -> None:
