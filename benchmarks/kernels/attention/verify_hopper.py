@@ -72,6 +72,13 @@ class Variant:
 
 
 HELPED = Variant((("helpers", True), ("other_registers", 72)))
+PLAIN = Variant(
+    (
+        ("helpers", False), ("other_registers", 88), ("persistent", 0), ("overlapped", False),
+        ("short_last", False), ("zeros_ahead", False),
+    )
+)  # fmt: skip
+"""Three warpgroups, one block of keys a block of threads."""
 ZEROED_BEFORE = Variant((("zeros_ahead", False),))
 
 
@@ -233,9 +240,8 @@ def group_narrow() -> None:
 
 def group_helpers() -> None:
     """The backward with and without the fourth warpgroup, and turns of several heads."""
-    plain = Variant((("helpers", False), ("other_registers", 88)))
     grid([(64, 64), (128, 128)], [HELPED], False)
-    grid([(128, 128)], [plain], False)
+    grid([(128, 128)], [PLAIN], False)
     grid([(64, 64), (128, 128)], [Variant(section=1), Variant(section=8)], True)
     for dim, shape in itertools.product([(64, 64), (128, 128)], SHAPES):
         options = replace(masks(dim)[2], deterministic=True)
@@ -391,7 +397,6 @@ def bitwise(what: str, qkv: list[torch.Tensor], options: AttentionOptions, count
 def group_tune() -> None:
     """TFLOP/s of variants, each the median of turns in one process."""
     pair, stages = Variant((("pair", False),)), Variant((("ds_stages", 4),))
-    plain = Variant((("helpers", False), ("other_registers", 88)))
     for cell in [c for c in bench.cells() if c.direction == "bwd"]:
         wide = max(cell.head_dim, cell.head_dim_v) > 128
         if cell.deterministic:
@@ -405,7 +410,7 @@ def group_tune() -> None:
         elif cell.window:
             variants = [Variant(), Variant(section=1), Variant(section=8)]
         elif not wide and cell.head_dim == 128:
-            variants = [Variant(), plain]
+            variants = [Variant(), PLAIN]
         else:
             continue
         times = in_turns(cell, variants)
