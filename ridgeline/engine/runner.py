@@ -153,15 +153,19 @@ class Runner:
         return wanted and self.on_gpu and alone and plain
 
     def set_weights(self, weights: Weights) -> None:
-        """Run with these from now on."""
-        self.weights = weights
+        """Run with these from now on; with the old ones still, where that fails."""
         reduce = None if self.group is None else self.group.all_reduce
-        self.forward = Forward(weights, self.max_model_len, reduce)
-        if self.on_gpu and not self.invariant:  # whose kernels sum in another order than PyTorch's
-            self.forward = DeviceForward(weights, self.max_model_len, reduce)
-        self.host_decoder = None
+        # Not the fused kernels in batch-invariant mode: they sum in another order than PyTorch's.
+        kind = DeviceForward if self.on_gpu and not self.invariant else Forward
+        forward = kind(weights, self.max_model_len, reduce)
+        host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
-            self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
+            host_decoder = HostDecoder(weights, forward.rotary, self.cache)
+        self.weights, self.forward, self.host_decoder = weights, forward, host_decoder
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was recorded: it holds collectives of a group that ends."""
         if self.graphs is not None:
             self.graphs.forget()
 

@@ -11,6 +11,7 @@ Processes are torchrun's, or started by rank 0 (workers.py).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,11 @@ class Group:
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.records = device.type == "cuda"
         """Whether its collectives can be part of a CUDA graph."""
+
+    def make_current(self) -> None:
+        """Let this thread's work go to this rank's GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def meet(self) -> None:
         """Called when this rank is ready for the first collective (workers.py has a say in it)."""
@@ -136,6 +142,16 @@ def join(rank: int, ranks: int, meeting: Path, device: torch.device) -> None:
     on_rank(device, rank)
     method = f"file://{meeting}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+
+
+def leave(within_s: float) -> None:
+    """Leave what `join` joined, when the other ranks do too: NCCL waits for them, and for every
+    graph that has its collectives in it; no longer than so many seconds, one may be gone."""
+    if not dist.is_initialized():
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(within_s)
 
 
 def on_rank(device: torch.device, local_rank: int) -> torch.device:
