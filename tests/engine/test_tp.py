@@ -108,6 +108,20 @@ def test_messages_go_round():
     assert kind == "step" and StepBatch.from_message(body) == step
 
 
+@pytest.mark.parametrize("extra", [-1, 0, 1, 3 * tp.FRAME_BYTES])
+def test_messages_of_any_length_go_in_pieces(extra):
+    """One of fixed size, and the rest of longer ones."""
+    count = tp.FRAME_BYTES - tp.LENGTH_BYTES + extra
+    packed = bytes(i % 251 for i in range(count))
+    first, *rest = tp.frames(packed)
+    assert len(first) == tp.FRAME_BYTES and len(rest) == int(extra > 0)
+    start, missing = tp.opened(bytes(first))
+    assert missing == max(0, extra) and start + b"".join(map(bytes, rest)) == packed
+    for length in (0, tp.MAX_MESSAGE_BYTES + 1):
+        with pytest.raises(ValueError, match="engine: message must be at most"):
+            tp.opened(length.to_bytes(tp.LENGTH_BYTES, "little") + bytes(first[8:]))
+
+
 @pytest.mark.parametrize(
     "packed",
     [
