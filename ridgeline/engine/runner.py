@@ -112,15 +112,18 @@ class StepBatch:
     def to_message(self) -> list[object]:
         """Lists and numbers alone."""
         spans = [[s.row, s.rows, s.pages, s.num_keys] for s in self.spans]
-        return [self.token_ids, spans, self.num_decoding, self.rows, self.wide_rows]
+        flags = [self.greedy, self.goes_on]
+        return [self.token_ids, spans, self.num_decoding, self.rows, self.wide_rows, flags]
 
     @staticmethod
     def from_message(message: list[object]) -> StepBatch:
         """What to_message made."""
-        token_ids, spans, num_decoding, rows, wide = message
+        token_ids, spans, num_decoding, rows, wide, flags = message
         assert isinstance(token_ids, list) and isinstance(spans, list) and isinstance(rows, list)
         assert isinstance(num_decoding, int) and isinstance(wide, list)
-        return StepBatch(token_ids, [Span(*span) for span in spans], num_decoding, rows, wide)
+        assert isinstance(flags, list)
+        made = [Span(*span) for span in spans]
+        return StepBatch(token_ids, made, num_decoding, rows, wide, *flags)
 
 
 class Runner:
