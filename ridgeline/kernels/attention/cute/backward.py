@@ -308,8 +308,8 @@ class Backward:
 
     @cute.jit
     def _packed_block(self, tensors: Globals, scalars: Scalars, index: Int32):
-        """(blocks, block, head, sequence) of a number, from the last block. Sequence after sequence, in
-        each as in a dense call of one: by sections of heads whose rows stay in L2."""
+        """(blocks, block, head, sequence) of a number, from the last block. Sequence after
+        sequence, in each as in a dense call: by sections of heads whose rows stay in L2."""
         block_k, num_heads = keys_per_block(self.config), tensors.mK.shape[2]
         starts = tensors.tiles.lengths.cu_seqlens_k
         batch = packed_sequence(starts, tensors.num_batches, block_k, index // num_heads)
