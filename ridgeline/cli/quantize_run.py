@@ -22,11 +22,11 @@ from ridgeline.cli.quantize_checks import journal_folder
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core import env, progress
 from ridgeline.core.dtypes import dtype_name, torch_dtype
-from ridgeline.core.errors import UserError
+from ridgeline.core.errors import UserError, common
 from ridgeline.core.host_memory import give_back_freed_memory
 from ridgeline.engine.load import choose_device, choose_dtype
 from ridgeline.engine.stream import StreamedDecoder
-from ridgeline.nn.hf import GENERATION_CONFIG, TOKENIZER_FILES, load_hf_config
+from ridgeline.nn.hf import GENERATION_CONFIG, TOKENIZER_FILES, load_config, load_hf_config
 from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.assemble import assemble
@@ -72,6 +72,10 @@ class Job:
 def prepare(job: Job) -> Job:
     """Open the model and the text, and predict. Raises: UserError as `quantize`."""
     config = job.config
+    try:
+        load_config(config.model)  # refuses another architecture before a text is read
+    except UserError as error:
+        raise common(error) from error.__cause__
     job.device = choose_device(config.device)
     if job.device.type == "cuda":
         job.device = torch.device("cuda", env.local_rank())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ridgeline.cli import calibration, quantize_report, quantize_run
+from ridgeline.cli import calibration, quantize_report
 from ridgeline.cli import main as cli
 from ridgeline.cli.calibration import Request, read_tokens
 from ridgeline.cli.quantize import QuantizeConfig, quantize
@@ -183,20 +183,6 @@ def test_the_head_too(config, tied, tmp_path, monkeypatch):
     wrong = (head.dequantize() - base.lm_head.weight).norm() / base.lm_head.weight.norm()
     assert 0 < wrong < 0.2
     assert first["worst"][0]["name"]
-
-
-def test_a_head_that_cannot_be_packed_is_refused_before_the_work(config, monkeypatch):
-    """257 outputs in GPTQ's words of 8; before any block, and before a prediction."""
-    monkeypatch.setattr(quantize_run, "quantize_model", lambda *_, **__: pytest.fail("worked"))
-    wrong = replace(config, method="gptq", lm_head=True)
-    for tried in (wrong, replace(wrong, dry_run=True)):
-        with pytest.raises(UserError, match="quantize: lm_head: gptq: out_features must be a mult"):
-            quantize(tried)
-    with pytest.raises(
-        UserError, match=r"0\.mlp\.down_proj: group_size must divide its \d+ inputs, got 7"
-    ):
-        quantize(replace(config, override=("down_proj=group:7",)))
-    assert not journal_folder(config.out).exists()
 
 
 def test_methods_choose_their_symmetry(config):
@@ -443,49 +429,6 @@ def test_lines_that_cannot_be_read(model_folder, tmp_path, line, part):
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UserError, match=part):
         read_tokens(asked(path), Tokenizer(model_folder))
-
-
-def test_a_long_text_is_tokenized_in_pieces(model_folder, monkeypatch):
-    """Pieces end after a line where there is one, and nothing is lost between them."""
-    tokenizer = Tokenizer(model_folder)
-    text = TEXT + "\n" + TEXT[:700] + "\n" + "ends without one"
-    whole = calibration.encoded(tokenizer, text)
-    assert whole.tolist() == tokenizer.encode(text)
-    pieces, encode = [], tokenizer.encode
-    monkeypatch.setattr(calibration, "_WHOLE_CHARS", 100)
-    monkeypatch.setattr(calibration, "_PIECE_CHARS", 800)
-    monkeypatch.setattr(tokenizer, "encode", lambda part: pieces.append(part) or encode(part))
-    ids = calibration.encoded(tokenizer, text)
-    assert "".join(pieces) == text and 1 < len(pieces) and max(map(len, pieces)) <= 800
-    assert ids.tolist() == [token for part in pieces for token in encode(part)]
-    assert pieces[-2].endswith("\n") and ids.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"override": (r"down_proj=bits:8,group:32",), "skip": (r"layers\.0.*gate",)},
-        {"lm_head": True, "format": "compressed-tensors"},
-        {"target_bits": 5.5, "widths": (3, 4, 8)},
-        {"method": "rtn", "bits": 2, "text": None, "held_out_windows": 0},
-    ],
-)
-def test_the_predicted_folder_is_the_one_written(config, changes):
-    """Within a twentieth, exceptions, the head and mixed widths in it; each costs time to do."""
-    config = replace(config, method="gptq", **{k: v for k, v in changes.items() if k != "method"})
-    config = replace(config, method=changes.get("method", "gptq"))
-    said = quantize(config)
-    assert said["bytes"] == pytest.approx(said["predicted"]["out_bytes"], rel=0.05)
-    if changes.keys() & {"lm_head", "target_bits"}:
-        plain = quantize(replace(config, lm_head=False, target_bits=None, dry_run=True))
-        assert said["predicted"]["seconds"] > plain["predicted"]["seconds"]
-
-
-def test_reading_the_text_counts_in_the_prediction(config, monkeypatch):
-    """A peak that lies behind the run already is no less of the process."""
-    monkeypatch.setattr(quantize_run, "_process_peak", lambda: 123e9)
-    assert quantize(replace(config, dry_run=True))["predicted"]["device_bytes"] == 123e9
 
 
 def test_held_out_text_of_ones_own(model_folder, text_file, tmp_path):
