@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ridgeline.core.large_pages import in_large_pages
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cpu_bags
 from ridgeline.kernels.w4a16.cpu_bags import Bags
@@ -97,7 +98,8 @@ def prepare(
 ) -> tuple[torch.Tensor, ...]:
     """The wide weight [N, K], then Bags where they can be made, then _Int4 likewise."""
     wide_dtype = dtype if dtype == torch.float32 or _wide_is_fast(dtype) else torch.float32
-    tensors: tuple[torch.Tensor, ...] = (weight.dequantize(dtype).to(wide_dtype),)
+    wide_NK = weight.dequantize(dtype).to(wide_dtype)
+    tensors: tuple[torch.Tensor, ...] = (in_large_pages(wide_NK),)
     int4 = int4_refusal(weight, dtype) is None
     if cpu_bags.refusal(weight) is None and not (int4 and has_fast_bf16()):
         tensors += cpu_bags.pack(weight)
@@ -113,7 +115,7 @@ def _pack_int4(weight: QuantizedWeight, dtype: torch.dtype) -> _Int4:
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_NK.to(torch.int32), 1)
     scale_RN = weight.scale_NR.T.to(dtype)
     scale_zero = torch.stack([scale_RN, torch.zeros_like(scale_RN)], dim=-1).contiguous()
-    return _Int4(words, scale_zero, order_K)
+    return _Int4(in_large_pages(words), in_large_pages(scale_zero), order_K)
 
 
 def _wide_is_fast(dtype: torch.dtype) -> bool:
