@@ -9,6 +9,7 @@ Three layouts are made at load, each where it is the fastest:
   in the activation's dtype: bf16 activations, 4 bits, symmetric, scales that bf16 holds. Without
   bags also for one row;
 - many rows: the weight widened once, and a plain matmul.
+All lie in large pages (core/large_pages), read from end to end as they are.
 What a layer's first call works out (views, starts of bags) is kept in `Prepared.memo`.
 Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
 one row, bf16 ahead from 16 rows. AVX2: docs/w4a16.md (bf16 is emulated there for more than one
