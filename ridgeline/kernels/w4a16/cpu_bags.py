@@ -219,7 +219,8 @@ class Rows:
         if self._with_zeros is not None:
             x_MK = self._with_zeros(x_MK)
         spread_CMS.copy_(x_MK)
-        out_CMc = self.of_spread(spread_CMS.view(-1)).sum(2)
+        parts_CMRc = self.of_spread(spread_CMS.view(-1))
+        out_CMc = parts_CMRc.squeeze(2) if self.sums_shape[2] == 1 else parts_CMRc.sum(2)
         rows = self.sizes[1]
         if rows == 1:
             out_MN = out_CMc.view(1, -1)
