@@ -7,9 +7,10 @@
 On `cpu` the machine pretends to be an H200 and a kernel is a function of TVM-FFI that returns at
 once: all is there but the driver, the GPU and calls whose lengths a CPU would look at, and the time
 is the thread's own. On `cuda` the problem is so small that the GPU waits for the host. Every part
-is timed in turns, several calls back to back; medians and minima over the turns. Pin it to cores
-that nobody else uses: a busy neighbour doubles everything. The first call of a process, with the
-kernels in the cache, is timed in processes of its own (`--first 0`: not). The last line is JSON.
+is timed in turns, 20 calls back to back after a wait for the GPU, and whole calls also 500 in a
+row, as layer after layer makes them; medians and minima over the turns. Pin it to cores that nobody
+else uses: a busy neighbour doubles everything. The first call of a process, with the kernels in the
+cache, is timed in processes of its own (`--first 0`: not). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from ridgeline.kernels.attention.problem import AttentionExtras, AttentionOption
 
 SHAPE = (1, 256, 8, 128)
 CUTE = "ridgeline.kernels.attention.cute_sm90"
+IN_A_ROW = ("forward", "backward", "flash_attn_func", "scaled_dot_product_attention")
 Parts = dict[str, Callable[[], object]]
 
 
@@ -270,7 +272,10 @@ def main() -> None:
     first = first_calls(args.device, args.first)
     if args.device == "cpu":
         pretend_an_h200()
-    found = measure(parts_of(args.device), args.rounds)
+    parts = parts_of(args.device)
+    found = measure(parts, args.rounds)
+    whole = {f"{name}, 500 in a row": parts[name] for name in IN_A_ROW if name in parts}
+    found |= measure(whole, max(1, args.rounds // 3), count=500)
     rows = rows_of(found, first, args.device, args.commit or _commit())
     for row in rows:
         print(f"{row['part']:<48} median {row['median_us']:9.2f} us, least {row['min_us']:9.2f}")

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from ridgeline.core import env
+from ridgeline.kernels.attention.alike import like
 from ridgeline.kernels.attention.arguments import (
     Arguments,
     check_static,
@@ -48,9 +49,37 @@ _CONSTANT = (float, int, bool, str, type(None))
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+MOST_LAST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The last call of nothing but q, k, v and some numbers: a model's layers repeat it."""
+
+    alike: Callable[..., bool]
+    enabled: bool
+    """Whether gradients were."""
+    switches: tuple[Any, Any]
+    grad: bool
+    kind: Kind
+
+    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether a call is of the same kind."""
+        return (
+            self.alike(q, k, v)
+            and torch.is_grad_enabled() is self.enabled
+            and self.switches == env.switches("attention")
+        )
+
+
+_last: dict[tuple[Any, ...], Last] = {}
+"""By their numbers, as layers with and without a window alternate."""
+
+
 def forget() -> None:
     """Learn every kind of call anew: for those who exchange an implementation's parts."""
     _kinds.clear()
+    _last.clear()
 
 
 def known(
@@ -58,13 +87,32 @@ def known(
 ) -> Pair | None:
     """(out, lse) of a call of nothing but q, k, v and numbers, where its kind is known; else None,
     and `attention` learns it."""
+    if torch.compiler.is_compiling():
+        return None
+    last = _last.get(numbers)
+    if last is None or not last.again(q, k, v):
+        last = _looked_up(q, k, v, numbers)
+        if last is None:
+            return None
+    kind = last.kind
+    return _Attention.apply(kind, q, k, v) if last.grad else kind.forward(q, k, v)
+
+
+def _looked_up(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: tuple[Any, ...]
+) -> Last | None:
+    """The same among all kinds; from now on it is the last."""
     if not eager((q, k, v)):
         return None
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    enabled = torch.is_grad_enabled()
+    grad = enabled and (q.requires_grad or k.requires_grad or v.requires_grad)
     kind = _kinds.get(_plain_key(q, k, v, numbers, grad))
     if kind is None:
         return None
-    return _Attention.apply(kind, q, k, v) if grad else kind.forward(q, k, v)
+    if len(_last) >= MOST_LAST:
+        _last.clear()
+    last = _last[numbers] = Last(like(q, k, v), enabled, env.switches("attention"), grad, kind)
+    return last
 
 
 def attention(a: Arguments, numbers: tuple[Any, ...] | None = None) -> Pair:

@@ -76,7 +76,7 @@ FEATURES = (
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
     ),
-    Feature(  # what test_wide_backward found at (200, 136) begins here: see log/attention_hopper.md
+    Feature(  # what test_wide_heads found at (200, 136) begins here: see log/attention_hopper.md
         what="forward of head dims beyond 128 other than 192, 256 and (192, 128)",
         uses=lambda p: p.direction == "fwd" and _wide(p) and _widths(p) not in _WIDTHS,
         run=None,

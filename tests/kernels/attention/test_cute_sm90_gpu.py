@@ -106,14 +106,21 @@ def test_public_functions(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> 
     cases.assert_gradients(case, built, out.detach(), AttentionGrads(**grads))
 
 
-@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (200, 136)])
+WIDE = [
+    (256, 256), (192, 128), (200, 136), (136, 136), (160, 128), (224, 192), (256, 64), (192, 160),
+    (192, 96), (160, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", WIDE)
 @pytest.mark.parametrize("lengths", [(64, 64), (200, 300), (130, 65), (500, 129), (1, 77)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_wide_backward(
+def test_wide_heads(
     dims: tuple[int, int], lengths: tuple[int, int], causal: bool, deterministic: bool
 ) -> None:
-    """Against fp64: a pair's second half without keys, rows that see nothing, grouped heads."""
+    """Against fp64: a pair's second half without keys, rows that see nothing, grouped heads; widths
+    of one swizzle and of two."""
     module = cases.module_of("cute_sm90")
     (rows, keys), (dim, dim_v) = lengths, dims
     q = torch.randn(2, rows, 4, dim, device="cuda").bfloat16()
@@ -129,9 +136,9 @@ def test_wide_backward(
             n: x.detach().to(dtype).requires_grad_() for n, x in zip("qkv", (q, k, v), strict=True)
         }
         made = attention_ref(*leaves.values(), options, AttentionExtras(), dtype)
-        results.append(gradients(made, leaves, dout, dlse))
+        results.append({"out": made[0].detach(), **gradients(made, leaves, dout, dlse)})
     exact, plain = results
-    for name, value in zip("qkv", (got.dq, got.dk, got.dv), strict=True):
+    for name, value in zip(("out", *"qkv"), (out, got.dq, got.dk, got.dv), strict=True):
         error = (value.double() - exact[name]).abs().max()
         floor = (plain[name].double() - exact[name]).abs().max()
         assert error <= 2 * floor + 2**-8 * exact[name].abs().max() + 1e-6, name

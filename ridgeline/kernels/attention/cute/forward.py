@@ -568,7 +568,11 @@ class Forward:
         """[64, V] of this warpgroup: its own memory, or the front of its Q tile."""
         if cutlass.const_expr(self.config.output_reuses_q):
             layout = one_stage(self._row_layout(ROWS, self.traits.head_dim_v, 1))
-            return cute.make_tensor(shared.sQ[None, None, wg].iterator, layout.outer)
+            front = shared.sQ[None, None, wg].iterator
+            if cutlass.const_expr(self.traits.head_dim % 64 != self.traits.head_dim_v % 64):
+                # The pointer carries Q's swizzle, and TMA stores by O's.
+                front = cute.recast_ptr(front, layout.inner)
+            return cute.make_tensor(front, layout.outer)
         return shared.sO[None, None, wg]
 
     @cute.jit
