@@ -80,7 +80,8 @@ class StreamLaunch:
 
     config: StreamConfig
     columns: int
-    """Blocks along the outputs; times `config.cluster` along K."""
+    """Blocks along the outputs (the first ones again where there are more than outputs want); times
+    `config.cluster` along K."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +235,10 @@ _MEASURED = {
     (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=112)),
+    (4096, 14336, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=132)),
+    (4096, 14336, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=3, blocks=132)),
     (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=128)),
-    (14336, 4096, 16): ((16, 2, 1, 8, 2, 2), Plan(waves=0, blocks=256, parts=8)),
+    (14336, 4096, 16): ((16, 2, 1, 7, 2, 2), Plan(waves=0, blocks=224, parts=7)),
     (14336, 4096, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=256, parts=8, cast=2)),
     (8192, 10240, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=240, parts=3, cast=2)),
     (8192, 10240, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132, cast=2)),
@@ -243,8 +246,10 @@ _MEASURED = {
     (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
     (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=5, blocks=128)),
     (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=132)),
-    (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=3, blocks=132, cast=2)),
+    (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132, cast=2)),
+    (8192, 28672, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=132, cast=2)),
     (28672, 8192, 64): ((64, 4, 1, 5, 2, 1), Plan(waves=0, blocks=128, parts=4, cast=2)),
+    (28672, 8192, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132, cast=2)),
 }
 _MEASURED_SPLITS = {(4096, 4096, 8): (2, 2), (8192, 10240, 16): (2, 2)}
 """(Parts of K, blocks of a cluster) of decode; with / without the latter 4.3 / 5.2, 15.6 / 16.2."""
@@ -279,9 +284,9 @@ def planned(config: MatmulConfig, plan: Plan, tiles: int, steps: int) -> MatmulL
 # Where clusters along K beat the other kernels: (k, n, most rows) -> plan of `stream_plan`. H200,
 # 2026-11-30, microseconds with / without: 4.0 / 4.4 at one row, 4.3 / 4.7 at 4, 5.7 / 6.3 at 16.
 _MEASURED_STREAMS = {
-    (4096, 4096, 1): (8, 1, 1, 2, 2, 3, 1, False),
-    (4096, 4096, 4): (8, 1, 1, 2, 2, 3, 1, False),
-    (4096, 4096, 16): (8, 1, 2, 2, 2, 1, 1, False),
+    (4096, 4096, 1): (8, 1, 1, 2, 2, 2, 1, False),
+    (4096, 4096, 4): (8, 1, 1, 2, 2, 2, 1, False),
+    (4096, 4096, 16): (8, 1, 2, 2, 2, 2, 1, True),
 }
 _STREAM_ROWS = (1, 4, 8, DECODE_ROWS)  # of a box; one of 2 rows brought other values on an H200
 
@@ -319,7 +324,11 @@ def stream_plan(traits: Traits, rows: int, n: int, k: int, plan: tuple) -> Strea
     whole = config.block_k * cluster == k and n % (config.block_n * cast) == 0
     if not whole or not config.is_valid or config.smem_bytes > _SMEM_BYTES[blocks_per_sm]:
         return None
-    return StreamLaunch(config=config, columns=n // config.block_n)
+    columns = n // config.block_n
+    if blocks_per_sm == 2 and columns * cluster <= _MEASURED_SMS:
+        # a multiprocessor left over would take two blocks of the next layer, one after the other
+        columns = _MEASURED_SMS // (cluster * cast) * cast
+    return StreamLaunch(config=config, columns=columns)
 
 
 @functools.cache

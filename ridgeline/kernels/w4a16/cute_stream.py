@@ -8,7 +8,8 @@ after it is activations, products and sums. Bound by the latency of that chain, 
 activations' way from L2 (every block brings 32 bytes an input at 16 rows; with `cast` two blocks of
 neighbouring outputs share the way), and by the warps at work.
 
-Where two blocks fit a multiprocessor the next layer's codes come beside. With `held` they do with
+Where two blocks fit a multiprocessor the next layer's codes come beside, if every multiprocessor
+has a block of each layer: columns are repeated to that end (config.py). With `held` they do with
 64 outputs and half of K at 16 rows: half of the codes wait in registers, and half of the
 activations come where those lay.
 
@@ -348,6 +349,8 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
     tid, _, _ = cute.arch.thread_idx()
     column, rank, _ = cute.arch.block_idx()
     which = column % cfg.cast
+    # columns beyond the outputs repeat the first ones, to the same bits (config.stream_plan)
+    column = column % ((N + cfg.block_n - 1) // cfg.block_n)
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
     k_warp, n_warp = warp % cfg.k_warps, warp // cfg.k_warps

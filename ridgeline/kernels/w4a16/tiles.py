@@ -293,7 +293,8 @@ class MatmulConfig:
     @property
     def takes_early(self) -> bool:
         """Whether there are registers for another block's sums beside the products."""
-        return self.split == 1 and self.reallocates and self.block_m * self.row_mmas <= 128
+        one = self.split == 1 and self.row_mmas == 1
+        return one and self.reallocates and self.block_m <= 128
 
     @property
     def warp_fragments(self) -> int:
