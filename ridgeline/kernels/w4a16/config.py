@@ -235,8 +235,8 @@ _MEASURED = {
     (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=112)),
-    (4096, 14336, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=132)),
-    (4096, 14336, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=3, blocks=132)),
+    (4096, 14336, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132)),
+    (4096, 14336, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
     (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=128)),
     (14336, 4096, 16): ((16, 2, 1, 7, 2, 2), Plan(waves=0, blocks=224, parts=7)),
     (14336, 4096, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=256, parts=8, cast=2)),
@@ -245,9 +245,9 @@ _MEASURED = {
     (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=128)),
     (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
     (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=5, blocks=128)),
-    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=132)),
+    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132)),
     (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132, cast=2)),
-    (8192, 28672, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=132, cast=2)),
+    (8192, 28672, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=5, blocks=132, cast=2)),
     (28672, 8192, 64): ((64, 4, 1, 5, 2, 1), Plan(waves=0, blocks=128, parts=4, cast=2)),
     (28672, 8192, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132, cast=2)),
 }
@@ -275,7 +275,7 @@ def planned(config: MatmulConfig, plan: Plan, tiles: int, steps: int) -> MatmulL
     return MatmulLaunch(
         config=config,
         waves=plan.waves,
-        head=head_steps(plan.waves, steps),
+        head=head_steps(plan.waves, tiles - plan.waves * plan.blocks, plan.blocks, steps),
         blocks=plan.blocks,
         workspace_floats=plan.blocks * config.block_m * config.block_n if in_memory else 0,
     )
@@ -382,10 +382,10 @@ def _work_plans(tile: Tile, tiles: int, steps: int, sms: int) -> list[Plan]:
     plans = {(tiles // blocks, blocks, 1)}
     for whole in {tiles // slots, tiles // slots - 1 if tiles // slots == 1 else tiles // slots}:
         rest = tiles - whole * slots
-        shares = rest * (steps - head_steps(whole, steps))
+        shares = rest * (steps - head_steps(whole, rest, slots, steps))
         plans.add((whole, slots if whole else min(slots, shares), 1))
     if tiles < sms and tile.blocks_per_sm == 2:
-        plans.add((0, min(sms, tiles * (steps - head_steps(0, steps))), 1))
+        plans.add((0, min(sms, tiles * (steps - head_steps(0, tiles, sms, steps))), 1))
     parts = [s for s in range(2, 9) if tiles * s <= slots and steps >= 2 * s]
     plans |= {(0, tiles * s, 1) for s in parts}
     narrow = tile.consumers * tile.row_mmas == 2 and tile.block_m <= 128

@@ -6,9 +6,9 @@ a share a block. A share ends where it ends: a tile's steps may be spread over s
 has its first steps finishes it; the others leave sums for it. So that nobody waits for them, a
 block computes what it leaves first, then its whole tiles, and what it finishes last.
 
-Without whole tiles in between, what a block leaves when it has nothing to finish would come late.
-So the first `head` steps of a tile are not counted when shares are made equal: who finishes a tile
-has `head` steps more than who does not.
+Where a share is shorter than a tile and no whole tile comes in between, what a block leaves when it
+has nothing to finish would come late. Then the first `head` steps of a tile are not counted when
+shares are made equal: who finishes a tile has `head` steps more than who does not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def head_steps(waves: int, steps: int) -> int:
+def head_steps(waves: int, left: int, blocks: int, steps: int) -> int:
     """Steps that a block that finishes a tile has more than one that does not."""
-    return 0 if waves else min(3, steps // 8)
+    return 0 if waves or left >= blocks else min(3, steps // 8)
 
 
 def start_of(block: Any, left: Any, blocks: Any, steps: Any, head: Any) -> Any:

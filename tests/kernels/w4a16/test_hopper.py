@@ -61,7 +61,7 @@ def test_matmul_launches_fit_and_cover(group, kind, scale):
             config = launch.config
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
             rest = tiles - launch.waves * launch.blocks
-            assert launch.head == head_steps(launch.waves, k // 128)
+            assert launch.head == head_steps(launch.waves, rest, launch.blocks, k // 128)
             assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm and config.stages > 1
             assert 1 <= launch.blocks <= SMS * config.blocks_per_sm and rest >= 0
             # every block has a share of the rest, or none is needed
@@ -129,7 +129,7 @@ def test_measured_choices():
         found = configs.matmul_launch(kind, m, 4096, 14336, SMS)
         assert (found.config.cluster, found.config.parts) == (1, parts)
     found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
-    assert (found.config.block_n, found.waves, found.blocks) == (128, 1, 132)
+    assert (found.config.block_n, found.waves, found.blocks, found.head) == (128, 0, 132, 0)
     assert found.workspace_floats == 132 * 128 * 128
     for m in (1, 4):  # by rows: TMA fills the rows that there are not
         found = configs.decode_launch(kind, m, 4096, 4096, SMS, False)

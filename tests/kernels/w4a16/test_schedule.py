@@ -6,7 +6,8 @@ from ridgeline.kernels.w4a16 import config as configs
 from ridgeline.kernels.w4a16.schedule import head_steps, start_of
 
 CASES = [(left, 132, 32, waves) for left in (1, 20, 92, 112, 131) for waves in (0, 1)]
-CASES += [(112, 132, 2, 0), (5, 7, 16, 0), (1, 3, 16, 1), (80, 66, 64, 0), (64, 128, 224, 0)]
+CASES += [(224, 132, 64, 0), (184, 132, 32, 2), (112, 132, 2, 0), (5, 7, 16, 0), (1, 3, 16, 1)]
+CASES += [(80, 66, 64, 0), (64, 128, 224, 0)]
 
 
 def walk(block, left, blocks, steps, waves, head):
@@ -29,7 +30,7 @@ def walk(block, left, blocks, steps, waves, head):
 
 @pytest.mark.parametrize(("left", "blocks", "steps", "waves"), CASES)
 def test_shares_cover_once_and_nobody_waits_early(left, blocks, steps, waves):
-    head = head_steps(waves, steps)
+    head = head_steps(waves, left, blocks, steps)
     if left * (steps - head) < blocks:
         pytest.skip("a block without work: no plan has it")
     done = {}
@@ -55,7 +56,7 @@ def test_who_finishes_has_the_head_more():
     """112 tiles of 32 steps on 132 blocks: 27.2 a block; 20 have nothing to finish."""
     lengths = {True: [], False: []}
     for block in range(132):
-        order = list(walk(block, 112, 132, 32, 0, head_steps(0, 32)))
+        order = list(walk(block, 112, 132, 32, 0, head_steps(0, 112, 132, 32)))
         finishes = order[-1][1] == 0
         lengths[finishes].append(sum(end - first for _, first, end in order))
     assert len(lengths[False]) == 20 and set(lengths[False]) == {24, 25}
