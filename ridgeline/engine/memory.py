@@ -245,8 +245,19 @@ def _budget(arch: Arch, config: EngineConfig, ranks: int) -> int:
     if config.memory_gib is not None:
         return int(config.memory_gib * GIB)
     if arch.is_gpu:
-        return int(arch.memory_bytes * GPU_SHARE)
+        # Others may have the rest; what they have beyond it is not there.
+        spare = arch.memory_bytes * (1 - GPU_SHARE)
+        return int(arch.memory_bytes * GPU_SHARE - max(0.0, _of_others(arch) - spare))
     return int(arch.memory_bytes * CPU_SHARE) // ranks
+
+
+def _of_others(arch: Arch) -> int:
+    """Bytes of the current GPU that this process's tensors do not hold and that are not free; 0
+    where the machine is pretended."""
+    if arch.pretended or not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
 
 
 def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ridgeline.core.arch import pretend
 from ridgeline.core.errors import UserError
+from ridgeline.engine import llm, memory
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.memory import GIB, plan, plan_sizes
@@ -138,3 +141,22 @@ def test_options_that_cannot_be(option, message):
 def test_a_cache_in_another_wide_dtype_is_refused(model_folder):
     with pytest.raises(UserError, match="kv_dtype must be fp8 or the activations' float32"):
         LLM(model_folder, EngineConfig(kv_dtype="bfloat16"))
+
+
+def test_a_model_that_does_not_fit_is_not_read(model_folder, monkeypatch):
+    """Its config and headers tell."""
+    monkeypatch.setattr(llm, "_open", lambda *asked: pytest.fail("it was read"))
+    with pytest.raises(UserError, match="the model must fit in .* got .*weights"):
+        llm.LLM(model_folder, EngineConfig(memory_gib=0.0005))
+
+
+@pytest.mark.parametrize(
+    ("others_gib", "left_gib"), [(0, 90), (9, 90), (30, 70)], ids=["none", "spare", "more"]
+)
+def test_what_others_hold_of_a_gpu_is_not_there(others_gib, left_gib, monkeypatch):
+    gpu = replace(pretend("sm90"), pretended=False, memory_bytes=100 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    free = (100 - others_gib - 20) * GIB  # 20 are this process's own
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * GIB)
+    assert memory._budget(gpu, EngineConfig(), 1) == pytest.approx(left_gib * GIB, abs=2)

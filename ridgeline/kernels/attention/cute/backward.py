@@ -39,7 +39,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import query_range
+from ridgeline.kernels.attention.cute.blocks import key_order, query_range, window_span
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
@@ -51,13 +51,25 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_overlapped,
+    is_persistent,
+    is_short_last,
+    is_zeroing,
     keys_per_block,
     registers,
 )
 
+KV_STAGES = 2
+"""Of K and V, where a block of threads has several blocks of keys."""
+RECORD_STAGES = 2
+RECORD_BARRIERS = 2 * RECORD_STAGES
+
 
 class Backward:
     """The kernels for one (traits, config); `__call__` is the host function that is compiled."""
+
+    overlapped = False
+    kv_stages = 1
 
     def __init__(self, traits: BackwardTraits, config: BackwardConfig):
         self.traits = traits
@@ -69,6 +81,8 @@ class Backward:
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
+        self.kv_stages = KV_STAGES if is_persistent(config) else 1
+        self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
@@ -121,7 +135,12 @@ class Backward:
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
-        tiles = Tiles(lengths, num_blocks)
+        order = None
+        if cutlass.const_expr(is_short_last(self.config)):
+            sizes = (longest_k + block_k - 1) // block_k, k.shape[2], num_batches
+            span = window_span(window_left, block_k)
+            order = key_order(sizes, heads_per_section, span, DeviceInteger)
+        tiles = Tiles(lengths, num_blocks, order)
         grid = (num_blocks, mdQ.shape[2], num_batches)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
         self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
@@ -144,7 +163,7 @@ class Backward:
             num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
         self._launch(tensors, scalars, layouts, num_blocks, stream)
         self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
         )
 
     def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
@@ -154,20 +173,21 @@ class Backward:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlapped,
         )
 
     def _layouts(self) -> Layouts:
         """Row layouts are swizzled for WGMMA, their transposed views address the same bytes."""
         cfg, dims = self.config, self.traits
-        pieces = cfg.ds_stages * self.wgs
+        pieces, kv_pieces = cfg.ds_stages * self.wgs, self.kv_stages * self.wgs
         return Layouts(
             q=self._row_layout(cfg.block_q, dims.head_dim, cfg.stages),
             q_columns=self._column_layout(dims.head_dim, cfg.block_q, cfg.stages),
             do=self._row_layout(cfg.block_q, dims.head_dim_v, cfg.stages),
             do_columns=self._column_layout(dims.head_dim_v, cfg.block_q, cfg.stages),
-            k=self._row_layout(KEYS, dims.head_dim, self.wgs),
-            k_columns=self._column_layout(dims.head_dim, KEYS, self.wgs),
-            v=self._row_layout(KEYS, dims.head_dim_v, self.wgs),
+            k=self._row_layout(KEYS, dims.head_dim, kv_pieces),
+            k_columns=self._column_layout(dims.head_dim, KEYS, kv_pieces),
+            v=self._row_layout(KEYS, dims.head_dim_v, kv_pieces),
             ds=self._row_layout(cfg.block_q, KEYS, pieces),
             ds_columns=self._column_layout(KEYS, cfg.block_q, pieces),
         )
@@ -246,6 +266,8 @@ class Backward:
             if cute.arch.lane_idx() == 0:
                 self._init_barriers(shared)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         other_registers, key_registers = registers(self.config)
         # One branch a role, or ptxas drops setmaxnreg; each works out its own tile, which keeps
@@ -255,6 +277,9 @@ class Backward:
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.serve(tensors, scalars, shared, work)
+            if cutlass.const_expr(self.overlapped):
+                # Also where there is nothing to do: what comes after needs what was before.
+                cute.arch.griddepcontrol_wait()
         elif warp_index < 4 * self.others:
             cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             work = self._work(tensors, scalars)
@@ -295,9 +320,13 @@ class Backward:
         grid, _, _ = cute.arch.grid_dim()
         return grid
 
-    @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
-        index = self._index()
+        """Of this block of threads."""
+        return self._work_of(tensors, scalars, self._index())
+
+    @cute.jit
+    def _work_of(self, tensors: Globals, scalars: Scalars, index: Int32) -> Work:
+        """Of a block of keys by its number."""
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
             num_heads = tensors.mK.shape[2]
@@ -306,6 +335,8 @@ class Backward:
             if cutlass.const_expr(self.last_keys_first):
                 number = self._num_indices() // num_heads - 1 - number
             block, batch = self._packed_block(tensors, number)
+        elif cutlass.const_expr(is_short_last(self.config)):
+            block, head, batch = tensors.tiles.order.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
@@ -350,7 +381,8 @@ class Backward:
         cfg = self.config
         smem = SmemAllocator()
         num_barriers = 4 * cfg.stages + 2 * cfg.ds_stages
-        barriers = smem.allocate_array(Int64, num_barriers + 4 * TURN_STAGES + 1)
+        num_barriers += 4 * TURN_STAGES
+        barriers = smem.allocate_array(Int64, num_barriers + 2 * self.kv_stages + RECORD_BARRIERS)
         statistics = smem.allocate_tensor(
             Float32, cute.make_layout((ROW_STATISTICS * cfg.block_q, cfg.stages)), 128
         )
@@ -360,6 +392,9 @@ class Backward:
 
         sQ, sdO, sK, sV = (tensor(x) for x in (layouts.q, layouts.do, layouts.k, layouts.v))
         sdS = tensor(layouts.ds)
+        records = None
+        if cutlass.const_expr(is_persistent(cfg)):
+            records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
             words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
@@ -379,9 +414,11 @@ class Backward:
             q_ring=Ring(barriers, cfg.stages),
             do_ring=Ring(barriers + 2 * cfg.stages, cfg.stages),
             ds_ring=Ring(barriers + 4 * cfg.stages, cfg.ds_stages),
-            turn_ring=Ring(barriers + num_barriers, TURN_STAGES),
-            added_ring=Ring(barriers + num_barriers + 2 * TURN_STAGES, TURN_STAGES),
-            kv_barrier=barriers + num_barriers + 4 * TURN_STAGES,
+            turn_ring=Ring(barriers + num_barriers - 4 * TURN_STAGES, TURN_STAGES),
+            added_ring=Ring(barriers + num_barriers - 2 * TURN_STAGES, TURN_STAGES),
+            kv_ring=Ring(barriers + num_barriers, self.kv_stages),
+            record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, RECORD_STAGES),
+            sRecord=records,
         )
 
     @cute.jit
@@ -392,4 +429,7 @@ class Backward:
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
         shared.added_ring.init(4, 1)
-        cute.arch.mbarrier_init(shared.kv_barrier, 1)
+        shared.kv_ring.init(1, self.wgs)
+        if cutlass.const_expr(is_persistent(self.config)):
+            helping = 2 if self.traits.deterministic else int(is_zeroing(self.config))
+            shared.record_ring.init(1, key_warps + 4 + helping)
