@@ -188,7 +188,7 @@ def plan_sizes(
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The cache's dtype: the activations' own, or FP8, or fp32 on a CPU, which is taken by itself
-    where that CPU computes attention faster than in bf16.
+    where that CPU attends for one sequence faster than in bf16.
 
     Raises: UserError for a cache in another dtype than these, and for FP8 where it cannot be
     batch-invariant.

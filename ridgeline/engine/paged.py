@@ -109,10 +109,10 @@ class PagedKV:
     def read(
         self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of slots [T, G, D]: views where the slots are neighbours. dtype: of those
-        of an FP8 cache; others' are the cache's own."""
+        """Keys and values of slots [T, G, D]: views where the slots are neighbours and the cache is
+        in the dtype asked for."""
         if self.dtype != FP8:
-            return self.flat_k[layer][slots], self.flat_v[layer][slots]
+            return self.flat_k[layer][slots].to(dtype), self.flat_v[layer][slots].to(dtype)
         k = self.flat_k[layer].view(torch.uint8)[slots].view(FP8).to(dtype)
         v = self.flat_v[layer].view(torch.uint8)[slots].view(FP8).to(dtype)
         k_scale, v_scale = self.flat_k_scale[layer][slots], self.flat_v_scale[layer][slots]
@@ -196,14 +196,8 @@ class HostAttention:
         v_PGD: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        cache, dtype = self.cache, q_PHD.dtype
-        cache.append(layer, self.slots_P, k_PGD, v_PGD)
-        if cache.dtype == torch.float32:
-            q_PHD = q_PHD.float()
-        return self._over_all(layer, q_PHD, window).to(dtype)
-
-    def _over_all(self, layer: int, q_PHD: torch.Tensor, window: int | None) -> torch.Tensor:
         cache = self.cache
+        cache.append(layer, self.slots_P, k_PGD, v_PGD)
         if len(self.spans) == 1:
             span, slots = self.spans[0]
             k_TGD, v_TGD = cache.read(layer, slots, q_PHD.dtype)

@@ -124,6 +124,27 @@ def test_bags_hold_every_width_and_uneven_groups() -> None:
                 assert torch.equal(torch.cat(shown).T, weight.dequantize())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 7, 8])
+def test_zero_points_cost_no_input_where_a_byte_holds_the_difference(bits: int) -> None:
+    """Extreme codes and zero points, 2^bits (a stored one and one) among them; 8 bits: a slot a
+    group. Groups and whole rows, one row and several."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    most = 2**bits - 1
+    for group in (32, 96):
+        weight = make_weight(104, 96, group, bits=bits, symmetric=False)
+        assert weight.zero_NR is not None
+        weight.code_NK[:, ::3], weight.code_NK[:, 1::3] = 0, most
+        weight.zero_NR[::3], weight.zero_NR[1::3] = min(most + 1, 255), 0
+        packed = cpu_bags.pack(weight)
+        assert packed.has_zeros == (bits == 8)
+        slots = packed.table.shape[0] // packed.scale_CRc.shape[0]
+        assert slots == 96 + (96 // group if bits == 8 else 0)
+        for rows in (1, 4):
+            shown = [by_bags(part, packed, 104) for part in torch.eye(96).split(rows)]
+            assert torch.equal(torch.cat(shown).T, weight.dequantize())
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_bags_are_as_good_as_a_matmul_in_fp32(symmetric) -> None:
     """Against fp64, the error of PyTorch's fp32 linear at most twice; rows do not mix."""
