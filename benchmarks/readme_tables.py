@@ -213,19 +213,21 @@ def spread(group: list[Row], key: str, digits: int) -> str:
 
 
 def quantize_table(rows: list[Row]) -> str:
-    """Quantization: perplexity, agreement and time, by method and layout."""
-    keys = ("gpu_folder", "model", "method", "bits", "group_size", "symmetric", "act_order")
+    """Quantization: perplexity, agreement and time, by library, method, layout and tokens."""
+    keys = ("gpu_folder", "model", "impl", "variant", "method", "bits", "group_size", "symmetric")
     body = []
-    for group in newest(rows, "quantize", (*keys, "options")):
+    for group in newest(rows, "quantize", (*keys, "act_order", "options", "calibration_tokens")):
         row, seeds = group[-1], len(group)
         order = row.get("act_order")
         kind = "symmetric" if row["symmetric"] else "asymmetric"
         body.append(
             (
                 row["model"],
+                _library_text(row),
                 f"{row['method']}, {row['bits']} bits, group {row['group_size']}, {kind}"
                 + (f", order {order}" if isinstance(order, str) and row["method"] != "rtn" else "")
                 + _options_text(row)
+                + (f", {tokens:,} tokens" if (tokens := row.get("calibration_tokens")) else "")
                 + (f", {seeds} seeds" if seeds > 1 else "")
                 + (f" ({row['blocks']} blocks timed)" if "blocks" in row else ""),
                 spread(group, "ppl_before", 3), spread(group, "ppl_after", 3),
@@ -235,10 +237,18 @@ def quantize_table(rows: list[Row]) -> str:
             )
         )  # fmt: skip
     header = (
-        "model", "quantization", "perplexity before", "after", "KL", "same first token", "seconds",
-        "measured",
+        "model", "library", "quantization", "perplexity before", "after", "KL", "same first token",
+        "seconds", "measured",
     )  # fmt: skip
     return markdown(header, body) if body else ""
+
+
+def _library_text(row: Row) -> str:
+    """Who quantized: this package, or another library and how it was asked."""
+    impl, variant = row.get("impl", "ours"), row.get("variant")
+    if impl.startswith("ours"):
+        return "ours"
+    return impl if variant in (None, row["method"]) else f"{impl}, {variant}"
 
 
 def _options_text(row: Row) -> str:

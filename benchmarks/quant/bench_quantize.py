@@ -6,6 +6,7 @@ memory.
     python benchmarks/quant/bench_quantize.py --final --seeds 0 1 2 # about 37 min on two idle cores
     python benchmarks/quant/bench_quantize.py --final --peers       # llm-compressor, GPTQModel too
     python benchmarks/quant/bench_quantize.py --only-peers --peers gptqmodel
+    python benchmarks/quant/bench_quantize.py --only-peers --peers llm-compressor --peer-methods awq
 
 Protocol: weights in fp32; Wikipedia leads, the last fifth of the characters for the test (first
 `--windows` non-overlapping windows of 1,024 tokens), the first half for calibration (`--sequences`
@@ -14,7 +15,9 @@ scale absmax / 7.5); `fraction` is our increase of perplexity over the baseline'
 appended to benchmarks/results/<device>/quantize.jsonl as it is measured, seed by seed, so that what
 is done counts when it is stopped; the last line of stdout is JSON: the mean fractions, with
 the least and most over the seeds. Peers run in environments of their own (peers.py), on the same
-tokens, and are scored through our readers by the same pass.
+tokens, and are scored through our readers by the same pass. Their AWQ takes half an hour on two
+cores for all of them: it gets the first `--awq-sequences` sequences, half unless told otherwise,
+and ours is measured on the same ones beside it; a row's calibration_tokens says how many.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +92,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peer-methods", nargs="+", default=["gptq", "awq"], choices=["gptq", "awq"]
+    )
+    parser.add_argument(
+        "--awq-sequences",
+        type=int,
+        default=None,
+        help="calibration sequences of a peer's awq, and of ours beside it; half unless given",
     )
     parser.add_argument("--only-peers", action="store_true", help="ours but for the baselines not")
     parser.add_argument(
@@ -238,14 +247,14 @@ class Bench:
             ).to(args.device)
         return self.blocks[seed]
 
-    def ours(self, method: str, symmetric: bool, seed: int) -> dict:
-        """Quantize with this package and measure."""
+    def ours(self, method: str, symmetric: bool, seed: int, sequences: int | None = None) -> dict:
+        """Quantize with this package and measure; sequences: only the first so many."""
         args, chosen = self.args, recipe(self.args, method, symmetric)
         peak = PeakMemory(args.device)
         start = time.perf_counter()
         model = self.load()
         loaded = time.perf_counter() - start
-        blocks = None if method == "rtn" else self.calibration(seed)
+        blocks = None if method == "rtn" else self.calibration(seed)[:sequences]
         result = quantize_model(model, blocks, chosen)
         memory = peak.read()
         row = self.facts(method, symmetric, seed, self.scorer.score(model))
@@ -262,9 +271,12 @@ class Bench:
             "folds": [sum(fold.accepted for fold in result.folds), len(result.folds)],
         }
 
-    def theirs(self, peer: Peer, variant: str, method: str, symmetric: bool, seed: int) -> dict:
+    def theirs(
+        self, peer: Peer, variant: str, method: str, symmetric: bool, seed: int,
+        sequences: int | None = None,
+    ) -> dict:  # fmt: skip
         """Quantize with another library and measure what our readers make of its files."""
-        args, ids = self.args, self.calibration(seed)
+        args, ids = self.args, self.calibration(seed)[:sequences]
         with tempfile.TemporaryDirectory(dir=env.cache_dir()) as folder:
             out = Path(folder) / "out"
             said = quantize_with(
@@ -359,18 +371,28 @@ def measured(bench: Bench, args: argparse.Namespace) -> Iterator[dict]:
     """Every row, plain rounding of a symmetry before what is compared with it."""
     own = [] if args.only_peers else plan(args)
     plans = [(bench.ours, method, symmetric) for method, symmetric in own]
-    if args.peers is not None:
-        plans += [
-            (functools.partial(bench.theirs, peer, variant), method, symmetric)
-            for peer in PEERS
-            for method, symmetric, variant in peer.runs
-            if peer.name in (args.peers or [peer.name]) and method in args.peer_methods
-        ]
+    plans += [] if args.peers is None else peer_plans(bench, args)
     for symmetric in sorted({symmetric for _, _, symmetric in plans}, reverse=True):
         yield bench.ours("rtn", symmetric, 0)
     for seed in args.seeds:
         for run, method, symmetric in plans:
             yield run(method, symmetric, seed)
+
+
+def peer_plans(bench: Bench, args: argparse.Namespace) -> list[tuple[Callable, str, bool]]:
+    """Runs of other libraries, and ours on the same tokens where they get fewer."""
+    half = max(1, args.sequences // 2) if args.awq_sequences is None else args.awq_sequences
+    plans: list[tuple[Callable, str, bool]] = []
+    for peer in PEERS:
+        for method, symmetric, variant in peer.runs:
+            if peer.name not in (args.peers or [peer.name]) or method not in args.peer_methods:
+                continue
+            given = {"sequences": half} if method == "awq" and half < args.sequences else {}
+            theirs = functools.partial(bench.theirs, peer, variant, **given)
+            plans.append((theirs, method, symmetric))
+            if given:
+                plans.append((functools.partial(bench.ours, **given), method, symmetric))
+    return plans
 
 
 def main() -> None:
@@ -389,7 +411,8 @@ def main() -> None:
         row["fraction"] = round(rise / increase.setdefault(row["symmetric"], rise), 4)
         if row["method"] != "rtn":
             kind = "symmetric" if row["symmetric"] else "asymmetric"
-            name = f"{row['impl']} {row.get('variant', '')} {kind}".replace("  ", " ")
+            tokens = f"{row['calibration_tokens']} tokens"
+            name = f"{row['impl']} {row.get('variant', '')} {kind} {tokens}".replace("  ", " ")
             fractions.setdefault(name, []).append(row["fraction"])
         print(line_of(row), flush=True)
         if not args.dry_run:

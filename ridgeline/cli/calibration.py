@@ -23,6 +23,9 @@ from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.recipe import calibration_blocks, chosen_blocks
 
 JSON_LINES = (".jsonl", ".ndjson")
+_WHOLE_CHARS, _PIECE_CHARS = 2**22, 2**20
+"""A text up to the first is tokenized at once (some 170 bytes of memory a character); a longer one
+in pieces of about the second, cut after a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> Tokens:
     if not request.calibrate:
         held_out = request.held_out or request.text
         assert held_out is not None, "nothing to read"
-        ids = torch.tensor(tokenizer.encode(read_text(held_out)))
+        ids = encoded(tokenizer, read_text(held_out))
         windows = _windows(ids, request, str(held_out)) if request.held_out_windows else None
         nothing = torch.zeros(0, 0, dtype=torch.int64)
         return Tokens(source="none", ids_BS=nothing, lengths_B=None, held_out_WS=windows)
@@ -80,12 +83,25 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> Tokens:
     else:
         found = _from_text(request, tokenizer)
     if request.held_out is not None and request.held_out_windows:
-        ids = torch.tensor(tokenizer.encode(read_text(request.held_out)))
+        ids = encoded(tokenizer, read_text(request.held_out))
         windows = _windows(ids, request, str(request.held_out))
         found = Tokens(
             source=found.source, ids_BS=found.ids_BS, lengths_B=found.lengths_B, held_out_WS=windows
         )
     return found
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
+    """Token ids of a text, int64 [tokens], in bounded memory."""
+    if len(text) <= _WHOLE_CHARS:
+        return torch.tensor(tokenizer.encode(text), dtype=torch.int64)
+    parts, start = [], 0
+    while start < len(text):
+        end = start + _PIECE_CHARS
+        end = text.rfind("\n", start, end) + 1 or end
+        parts.append(torch.tensor(tokenizer.encode(text[start:end]), dtype=torch.int64))
+        start = end
+    return torch.cat(parts)
 
 
 def _from_text(request: Request, tokenizer: Tokenizer) -> Tokens:
@@ -95,7 +111,7 @@ def _from_text(request: Request, tokenizer: Tokenizer) -> Tokens:
         source = "built-in Wikipedia leads"
     else:
         calibration, test, source = read_text(request.text), None, str(request.text)
-    ids = torch.tensor(tokenizer.encode(calibration))
+    ids = encoded(tokenizer, calibration)
     sizes = {
         "sequences": request.sequences, "length": request.sequence_tokens, "seed": request.seed
     }  # fmt: skip

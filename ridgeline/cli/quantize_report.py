@@ -149,8 +149,8 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
     figures: tuple[Figure, ...] = ()
     if said := done.evaluation:
         facts = [
-            ("perplexity before", f"{said.ppl_before:.3f}"),
-            ("perplexity after", f"{said.ppl_after:.3f}"),
+            ("perplexity before", _perplexity(said.ppl_before)),
+            ("perplexity after", _perplexity(said.ppl_after)),
             ("KL, nats a token", f"{said.kl:.3g}"),
             ("same first choice", f"{100 * said.top1_agreement:.1f} %"),
             *facts,
@@ -159,7 +159,7 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
         wide, packed = size["unquantized_bytes"] / 1e6, size["total_bytes"] / 1e6
         bytes_ = (("16 bits", wide), (f"{job.config.bits} bits", packed))
         panels = [
-            ("perplexity", [Bar(name=n, value=v, text=f"{v:.2f}") for n, v in pairs]),
+            ("perplexity", [Bar(name=n, value=v, text=_perplexity(v)) for n, v in pairs]),
             ("weights, MB", [Bar(name=n, value=v, text=f"{v:,.3g}") for n, v in bytes_]),
         ]
         caption = f"Held-out text, {said.tokens:,} tokens in windows of {said.window}."
@@ -185,6 +185,22 @@ def _outcome(job: Job, done: QuantizedModel, measured: dict[str, Any]) -> Sectio
         figures=figures,
         tables=(plan,),
     )
+
+
+def _perplexity(value: float) -> str:
+    """Five digits are enough of any."""
+    return f"{value:.3f}" if value < 1000 else f"{value:.4g}"
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """What all module names begin with, up to a dot ("model.layers.")."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = []
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1 or column[0].isdigit():
+            break
+        same.append(column[0])
+    return ".".join([*same, ""]) if same else ""
 
 
 def _layers(done: QuantizedModel) -> Section:
@@ -223,9 +239,10 @@ def _blocks(done: QuantizedModel) -> Section:
 
 def _folds(done: QuantizedModel) -> Section:
     accepted = sum(fold.accepted for fold in done.folds)
+    prefix = _common_prefix([fold.producer for fold in done.folds])
     rows = [
         (
-            fold.producer,
+            fold.producer.removeprefix(prefix),
             ", ".join(name.rpartition(".")[2] for name in fold.consumers),
             "folded" if fold.accepted else f"not: {fold.reason}",
             "" if fold.ratio is None else f"{fold.ratio:.2f}{' / w' if fold.over_weights else ''}",
@@ -237,7 +254,10 @@ def _folds(done: QuantizedModel) -> Section:
     table = Table(
         header=("producer", "consumers", "decision", "exponent", "plain", "scaled"),
         rows=tuple(rows),
-        caption="Relative error of the parent's output on tokens that the scale was not chosen on",
+        caption=(
+            f"Relative error of the parent's output on tokens that the scale was not chosen on; "
+            f"producers by their name in {prefix.rstrip('.') or 'the model'}"
+        ),
     )
     text = f"Scales were folded at {accepted} of {len(rows)} places: where that lowers the error."
     return Section(title="Folds", paragraphs=(text,), tables=(table,))
@@ -247,16 +267,21 @@ def _modules(done: QuantizedModel) -> Section:
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
+    def damping(report: ModuleReport) -> str:
+        raised = f" ({report.damping_raises} raises)" if report.damping_raises else ""
+        return number(report.damping, "g") + raised
+
     ranked: Sequence[ModuleReport] = sorted(done.reports, key=lambda report: -_error(report))
+    prefix = _common_prefix([report.name for report in ranked if report.name != HEAD])
     rows = [
         (
-            report.name,
+            report.name.removeprefix(prefix),
             f"{report.n} x {report.k}",
             str(report.bits),
             number(report.relative_error, ".4f"),
             number(report.weight_error, ".4f"),
             number(report.loss, ".3g"),
-            number(report.damping, "g"),
+            damping(report),
             str(report.dead_columns),
             f"{report.seconds:.2f}",
         )
@@ -266,7 +291,11 @@ def _modules(done: QuantizedModel) -> Section:
         "module", "outputs x inputs", "bits", "output error", "weight error", "loss", "damping",
         "dead inputs", "seconds",
     )  # fmt: skip
-    table = Table(header=header, rows=tuple(rows), caption="Every module, the worst first")
+    caption = (
+        f"Every module, the worst first, by its name in {prefix.rstrip('.') or 'the model'}; "
+        "errors are relative"
+    )
+    table = Table(header=header, rows=tuple(rows), caption=caption)
     skipped = (f"Left as they were: {', '.join(done.skipped)}.",) if done.skipped else ()
     return Section(title="Modules", paragraphs=skipped, tables=(table,))
 

@@ -22,20 +22,21 @@ from ridgeline.cli.quantize_checks import journal_folder
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core import env, progress
 from ridgeline.core.dtypes import dtype_name, torch_dtype
-from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.errors import UserError, common
+from ridgeline.core.host_memory import give_back_freed_memory
 from ridgeline.engine.load import choose_device, choose_dtype
 from ridgeline.engine.stream import StreamedDecoder
-from ridgeline.nn.hf import GENERATION_CONFIG, TOKENIZER_FILES, load_hf_config
+from ridgeline.nn.hf import GENERATION_CONFIG, TOKENIZER_FILES, load_config, load_hf_config
 from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.assemble import assemble
-from ridgeline.quant.block import block_indices
+from ridgeline.quant.block import HEAD, block_indices
 from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import CheckpointSize, Extras
 from ridgeline.quant.evaluate import Evaluation
 from ridgeline.quant.journal import Journal
 from ridgeline.quant.mixed import choose_widths, measure_widths, with_widths
-from ridgeline.quant.predict import Prediction, Rates, RunShape, predict
+from ridgeline.quant.predict import Prediction, Rates, RunShape, Stored, packed_bytes, predict
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import QuantizedModel
@@ -71,6 +72,10 @@ class Job:
 def prepare(job: Job) -> Job:
     """Open the model and the text, and predict. Raises: UserError as `quantize`."""
     config = job.config
+    try:
+        load_config(config.model)  # refuses another architecture before a text is read
+    except UserError as error:
+        raise common(error) from error.__cause__
     job.device = choose_device(config.device)
     if job.device.type == "cuda":
         job.device = torch.device("cuda", env.local_rank())
@@ -82,15 +87,23 @@ def prepare(job: Job) -> Job:
     texts = (config.text, config.held_out)
     if job.recipe.method != "rtn" or any(text is not None for text in texts):
         job.tokens = read_tokens(_request(config), Tokenizer(config.model))
+        give_back_freed_memory()
         if job.tokens.held_out_WS is None and config.held_out_windows:
             progress.say("quantize: no text is left to compare the models on; give --held-out")
     job.model = StreamedDecoder(config.model, dtype, job.device)
     norm = job.model.tensors.get("model.norm.weight").dtype
     job.recipe = replace(job.recipe, plain_dtype=dtype_name(norm))
-    job.prediction = predict(
-        _shape(job), job.recipe, job.device.type, Rates.measure(job.device, dtype)
-    )
+    check_layers(job.model, job.recipe)
+    guess = predict(_shape(job), job.recipe, job.device.type, Rates.measure(job.device, dtype))
+    if job.device.type == "cpu":  # reading a text may have taken more than the run will
+        guess = replace(guess, device_bytes=max(guess.device_bytes, _process_peak()))
+    job.prediction = guess
     return job
+
+
+def _process_peak() -> float:
+    """The most memory that the process has held so far, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _request(config: QuantizeConfig) -> Request:
@@ -107,22 +120,28 @@ def _request(config: QuantizeConfig) -> Request:
 
 
 def check_layers(model: StreamedDecoder, recipe: Recipe) -> None:
-    """Refuse widths that cannot be packed before minutes of work."""
+    """Refuse widths that cannot be packed before minutes of work. Raises: UserError naming the
+    layer."""
+    shapes: dict[str, tuple[int, int]] = {}
     for index in block_indices(model):
         for name in (name for group in model.linear_groups() for name in group):
-            layout = recipe.layout_of(f"{model.block_prefix(index)}.{name}")
             n, k = model.blocks[index].get_parameter(f"{name}.weight").shape
-            if layout is None:
-                continue
+            shapes[f"{model.block_prefix(index)}.{name}"] = n, k
+    if recipe.lm_head:
+        shapes[HEAD] = model.config.vocab_size, model.config.hidden_size
+    for name, (n, k) in shapes.items():
+        layout = recipe.layout_of(name)
+        if layout is None:
+            continue
+        try:
             layout.tensor_specs(n, k)
-            if layout.group_size is not None and k % layout.group_size:
-                raise bad_value(
-                    "quantize",
-                    "group_size",
-                    f"divide the {k} inputs of {name}",
-                    layout.group_size,
-                    "choose a divisor, for example 64, or skip the layer",
-                )
+        except ValueError as error:
+            raise UserError(f"quantize: {name}: {error}") from error
+        if layout.group_size is not None and k % layout.group_size:
+            raise UserError(
+                f"quantize: {name}: group_size must divide its {k} inputs, got "
+                f"{layout.group_size}; choose a divisor, for example 64, or skip the layer"
+            )
 
 
 # ---- prediction ------------------------------------------------------------------------------
@@ -151,7 +170,35 @@ def _shape(job: Job) -> RunShape:
         held_out_tokens=0 if held_out is None else -(-held_out.numel() // job.ranks.world),
         itemsize=model.dtype.itemsize,
         stored_itemsize=torch_dtype(job.recipe.plain_dtype or "float16").itemsize,
+        stored=_stored(job, outer),
+        widths=0 if config.target_bits is None else len(config.widths),
     )
+
+
+def _stored(job: Job, outer: int) -> Stored:
+    """What the folder will hold: layer by layer, since exceptions may change or skip any."""
+    model, recipe, target = job.model, job.recipe, job.config.target_bits
+    packed, plain = 0.0, outer
+
+    def add(name: str, n: int, k: int) -> int:
+        """Parameters that stay plain."""
+        nonlocal packed
+        layout = recipe.layout_of(name)
+        if layout is None:
+            return n * k
+        packed += packed_bytes(n, k, layout) if target is None else target * n * k / 8
+        return 0
+
+    for index in block_indices(model):
+        plain += sum(parameter.numel() for parameter in model.blocks[index].parameters())
+        for name in (name for group in model.linear_groups() for name in group):
+            n, k = model.blocks[index].get_parameter(f"{name}.weight").shape
+            plain += add(f"{model.block_prefix(index)}.{name}", n, k) - n * k
+    if recipe.lm_head and (layout := recipe.layout_of(HEAD)) is not None:
+        n, k = model.config.vocab_size, model.config.hidden_size
+        packed += packed_bytes(n, k, layout)
+        plain -= 0 if model.config.tie_embeddings else n * k
+    return Stored(packed_bytes=packed, plain_parameters=plain)
 
 
 def plan_text(job: Job) -> str:
@@ -178,7 +225,7 @@ def compared(job: Job, done: QuantizedModel) -> dict[str, Any]:
     if job.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(job.device)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = int(_process_peak())
     guess = job.prediction
     progress.say(
         f"predicted {bytes_text(guess.device_bytes)} and {guess.seconds:.0f} s, took "

@@ -10,7 +10,6 @@ from ridgeline.cli.overwrite import check_out
 from ridgeline.cli.quantize_report import verdict, written_texts
 from ridgeline.cli.quantize_run import (
     Job,
-    check_layers,
     choose_job_widths,
     plan_text,
     prepare,
@@ -50,7 +49,6 @@ def run(config: QuantizeConfig) -> Result:
     if not config.dry_run:
         check_out("quantize", config.out, config.model, overwrite=config.overwrite)
     job = prepare(Job.of(config, recipe_of(config)))
-    check_layers(job.model, job.recipe)
     progress.say(plan_text(job))
     if config.dry_run:
         return {"out": str(config.out), "dry_run": True, **job.said()}

@@ -71,11 +71,13 @@ def atomic_dir(path: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
     aside = temporary.with_suffix(".old")
     try:
         yield temporary
+        mask = _umask()
         for file in temporary.rglob("*"):
             if file.is_file():
+                os.chmod(file, 0o666 & ~mask)  # safetensors makes its files 0600
                 with open(file, "rb+") as written:
                     os.fsync(written.fileno())
-        os.chmod(temporary, 0o777 & ~_umask())
+        os.chmod(temporary, 0o777 & ~mask)
         if path.exists():
             os.replace(path, aside)
         os.replace(temporary, path)

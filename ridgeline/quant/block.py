@@ -84,15 +84,18 @@ class BlockWorker:
             self._install(result, name, weight, None, time.perf_counter() - start)
         return result
 
-    def calibrate(self, index: int, batches: list[Batch]) -> tuple[BlockResult, list[Batch]]:
-        """Fold, solve, and run on: the result and the batches after the quantized block."""
+    def calibrate(
+        self, index: int, batches: list[Batch], *, last: bool = False
+    ) -> tuple[BlockResult, list[Batch]]:
+        """Fold, solve, and run on: the result and the batches after the quantized block; none after
+        the last one, where nobody asks for them."""
         result = BlockResult(index=index)
         if self.recipe.folds:
             result.folds = self._fold(index, batches)
         with StagedBlock(self.model, index, batches) as staged:
             for group, inputs in staged.stages():
                 self._solve_group(result, group, inputs)
-            return result, staged.finish()
+            return result, [] if last else staged.finish()
 
     def solve_head(self, index: int, batches: list[Batch]) -> BlockResult:
         """The vocabulary projection, on what the quantized blocks put out; rows are independent, so

@@ -146,7 +146,8 @@ class _Run:
         journal, evaluation = self.around.journal, self.around.evaluation
         if journal is not None and (state := journal.last_state()) is not None:
             self.results = [journal.result_of(index) for index in indices[: state.blocks]]
-            batches = [b.carrying(x) for b, x in zip(batches, state.batches, strict=True)]
+            if state.batches:  # none are kept after the last block
+                batches = [b.carrying(x) for b, x in zip(batches, state.batches, strict=True)]
             if evaluation is not None:
                 evaluation.restore(state.evaluation)
             if not isinstance(self.model, StreamedModel):
@@ -234,7 +235,8 @@ class _Run:
         if self.recipe.method == "rtn":
             result = self.worker.round(index)
         else:
-            result, batches = self.worker.calibrate(index, batches)
+            last = index == block_indices(self.model)[-1] and not self.recipe.lm_head
+            result, batches = self.worker.calibrate(index, batches, last=last)
         error = None if evaluation is None else evaluation.after(index, self.around.ranks)
         result.block = BlockReport(
             name=self.model.block_prefix(index),

@@ -3,12 +3,11 @@
 Minimize tr (Q - W) H (Q - W)^T over codes, H = X^T X of the layer's inputs. With U the upper
 Cholesky factor of H^-1 (columns in processing order), column k is rounded and its error e = (w_k -
 q_k) / U_kk is taken from the later columns: w_j -= e U_kj. (Here U's rows are divided by U_kk
-instead, so that e is the plain difference.) Columns go in blocks of 128, a block in parts of 16:
-inside a part each column first collects the part's earlier errors (one matrix-vector product), the
-rest of the block is updated once a part and later blocks once a block (matrix products).
-Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by the launch of K times five
-small steps, so layers that share an input are stacked along N and solved together (rows are
-independent given U).
+instead, so that e is the plain difference.) Columns go in blocks of 128, each one loop over its
+steps (kernels/gptq_columns); later blocks take a block's errors as one matrix product.
+Costs N K^2 multiply-adds a layer plus the Cholesky; the loop is bound by its K times some ten small
+steps, so layers that share an input are stacked along N and solved together (rows are independent
+given U).
 Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, sections 3.2-3.3 (arXiv 2210.17323);
 static groups and act-order: the same authors' public notes; scale refit and the second solve: ours,
 docs/log.
@@ -16,7 +15,7 @@ docs/log.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,9 +27,9 @@ from ridgeline.quant.options import GPTQOptions
 from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.scales import fit_group_params, refit_scales
 
-_HESSIAN_STRIPS, _LEAST_STRIP = 6, 128
-_PART = 16
-"""Columns of a block that are brought up to date one by one."""
+_STRIPS, _LEAST_STRIP = 8, 192
+"""Of a symmetric matrix: at most so many, at least so wide."""
+_LEAST_INVERSE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +48,9 @@ class LayerReport:
 
 
 def strips(K: int) -> list[tuple[int, int]]:
-    """Strips of rows of a symmetric matrix; each is computed from the diagonal on, so most of the
-    half below is not computed at all."""
-    width = max(-(-K // _HESSIAN_STRIPS), _LEAST_STRIP)
+    """Strips of columns of a symmetric matrix; each is computed from the diagonal down, so most of
+    the half above is not computed at all. (Tall strips: a product is split over cores by rows.)"""
+    width = max(-(-K // _STRIPS), _LEAST_STRIP)
     return [(start, min(start + width, K)) for start in range(0, K, width)]
 
 
@@ -64,7 +63,7 @@ class Hessian:
     """
 
     sum_KK: torch.Tensor
-    """fp64; only blocks on and above the diagonal are filled until `mean`."""
+    """fp64; only blocks on and below the diagonal are filled until `mean`."""
     tokens: int = 0
 
     @classmethod
@@ -77,9 +76,9 @@ class Hessian:
         narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)
         x_MK = x_MK if narrow else x_MK.float()
         for start, stop in strips(x_MK.shape[1]):
-            left, right = x_MK[:, start:stop].T, x_MK[:, start:]
+            left, right = x_MK[:, start:].T, x_MK[:, start:stop]
             product = torch.mm(left, right, out_dtype=torch.float32) if narrow else left @ right
-            self.sum_KK[start:stop, start:].add_(product)
+            self.sum_KK[start:, start:stop].add_(product)
         self.tokens += x_MK.shape[0]
 
     def reduce(self, ranks: Ranks) -> None:
@@ -93,7 +92,7 @@ class Hessian:
         """X^T X / tokens, fp32."""
         mean_KK = (self.sum_KK / max(self.tokens, 1)).float()
         for start, stop in strips(len(mean_KK)):
-            mean_KK[stop:, start:stop] = mean_KK[start:stop, stop:].T
+            mean_KK[start:stop, stop:] = mean_KK[stop:, start:stop].T
         return mean_KK
 
 
@@ -161,7 +160,7 @@ def _invert_lower(lower_KK: torch.Tensor, out_KK: torch.Tensor) -> None:
     """L^-1 of a lower triangle by halves, so that nearly all of it is matrix products:
     [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. out: zero above the diagonal."""
     K = len(lower_KK)
-    if K <= _LEAST_STRIP:
+    if K <= _LEAST_INVERSE:
         eye = torch.eye(K, dtype=lower_KK.dtype, device=lower_KK.device)
         out_KK.copy_(torch.linalg.solve_triangular(lower_KK, eye, upper=False))
         return
@@ -239,9 +238,12 @@ class _Solver:
     ) -> None:
         self.H, self.factor, self.spec = H, factor, spec
         self.group_size, self.options = group_size, options
-        self.weights = [w_NK.to(H.dtype) for w_NK in weights]
-        self.target_KN = torch.cat(self.weights).T.contiguous()
-        self.target_KN.masked_fill_(factor.dead_K[:, None], 0.0)
+        self.rows = [len(w_NK) for w_NK in weights]
+        self.weight_NK = torch.cat([w_NK.to(H.dtype) for w_NK in weights])
+        self.target_KN = self.weight_NK.T.contiguous()
+        self.num_dead = int(factor.dead_K.sum())
+        if self.num_dead:
+            self.target_KN.masked_fill_(factor.dead_K[:, None], 0.0)
         # What a squared rounding error in a column finally costs, once the later columns have taken
         # what they can of it; in processing order.
         pivot_K = factor.upper_KK.diagonal()
@@ -320,28 +322,17 @@ class _Solver:
     def _solve_block(
         self, work_BN: torch.Tensor, signed_BN: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """The columns of one block in turn, part by part; their errors."""
+        """The columns of one block one by one, where there is no loop for the device; their
+        errors."""
         error_BN = torch.empty_like(work_BN)
         unit_BB = self.unit_KK[start : start + len(work_BN), start : start + len(work_BN)]
-        grids = (self.scale_RN, -self.zero_RN, self.spec.max_code - self.zero_RN)
-        grid_of = list(zip(*(grid_RN.unbind() for grid_RN in grids), strict=True))
         groups = self.step_group_K[start : start + len(work_BN)].tolist()
-        for first in range(0, len(work_BN), _PART):
-            part, rest = slice(first, first + _PART), slice(first + _PART, None)
-            error_PN = error_BN[part]
-            rows = zip(
-                work_BN[part].unbind(), signed_BN[part].unbind(), error_PN.unbind(),
-                unit_BB[part, part].T.contiguous().unbind(), groups[part], strict=True,
-            )  # fmt: skip
-            for j, (w_N, signed_N, error_N, taken_P, group) in enumerate(rows):
-                scale_N, low_N, high_N = grid_of[group]
-                if j:
-                    w_N.addmv_(error_PN[:j].T, taken_P[:j], alpha=-1)
-                torch.div(w_N, scale_N, out=signed_N)
-                torch.clamp(signed_N.round_(), low_N, high_N, out=signed_N)
-                torch.addcmul(w_N, signed_N, scale_N, value=-1, out=error_N)
-            if rest.start < len(work_BN):
-                work_BN[rest].addmm_(unit_BB[part, rest].T, error_PN, alpha=-1)
+        for step, group in enumerate(groups):
+            scale_N, low_N = self.scale_RN[group], -self.zero_RN[group]
+            code_N = torch.round(work_BN[step] / scale_N)
+            signed_BN[step] = torch.clamp(code_N, low_N, low_N + self.spec.max_code)
+            error_BN[step] = work_BN[step] - signed_BN[step] * scale_N
+            work_BN[step + 1 :].addr_(unit_BB[step, step + 1 :], error_BN[step], alpha=-1)
         return error_BN
 
     def _set_group(self, work_KN: torch.Tensor, start: int) -> None:
@@ -370,34 +361,42 @@ class _Solver:
         self.scale_RN = self.spec.store(scale_RN)
 
     def results(self, signed_KN: torch.Tensor) -> list[tuple[QuantizedWeight, LayerReport]]:
-        """Undo the order, split the stack, measure."""
+        """Undo the order, measure, split the stack."""
         order, spec = self.factor.order_K, self.spec
+        place_K = torch.argsort(order)  # the step at which a column was taken
         zero = spec.middle if spec.symmetric else self.zero_RN[self.step_group_K]
-        code_KN = torch.empty(signed_KN.shape, dtype=torch.uint8, device=order.device)
-        code_KN[order] = (signed_KN + zero).to(torch.uint8)
-        group_of_K = torch.empty(len(order), dtype=torch.int32, device=order.device)
-        group_of_K[order] = self.step_group_K.to(torch.int32)
-        code_NK, scale_NR = code_KN.T, self.scale_RN.T.to(spec.scale_dtype)
-        zero_NR = self.zero_RN.T.to(torch.uint8)
+        code_KN = (signed_KN + zero).to(torch.uint8).index_select(0, place_K)
+        scale_NR = self.scale_RN.T.to(spec.scale_dtype).contiguous()
+        zero_NR = None if spec.symmetric else self.zero_RN.T.to(torch.uint8).contiguous()
+        whole = QuantizedWeight(
+            code_NK=code_KN.T.contiguous(),
+            scale_NR=scale_NR,
+            zero_NR=zero_NR,
+            bits=spec.bits,
+            group_size=self.group_size,
+            group_of_K=self.step_group_K[place_K].to(torch.int32)
+            if self.options.order == "activation"
+            else None,
+        )
+        wrong_NK = whole.dequantize().to(self.weight_NK.dtype).sub_(self.weight_NK)
+        lost, held = row_energies(wrong_NK, self.H), row_energies(self.weight_NK, self.H)
         results, first = [], 0
-        for w_NK in self.weights:
-            part = slice(first, first + len(w_NK))
-            first += len(w_NK)
-            weight = QuantizedWeight(
-                code_NK=code_NK[part].contiguous(),
-                scale_NR=scale_NR[part].contiguous(),
-                zero_NR=None if spec.symmetric else zero_NR[part].contiguous(),
-                bits=spec.bits,
-                group_size=self.group_size,
-                group_of_K=group_of_K if self.options.order == "activation" else None,
+        for rows in self.rows:
+            part = slice(first, first + rows)
+            first += rows
+            weight = replace(
+                whole,
+                code_NK=whole.code_NK[part],
+                scale_NR=scale_NR[part],
+                zero_NR=None if zero_NR is None else zero_NR[part],
             )
-            loss, relative = output_error(w_NK, weight.dequantize().to(w_NK.dtype), self.H)
+            loss, relative = _errors(lost[part], held[part])
             report = LayerReport(
                 loss=loss,
                 relative_error=relative,
                 damping=self.factor.damping,
                 damping_raises=self.factor.raises,
-                dead_columns=int(self.factor.dead_K.sum()),
+                dead_columns=self.num_dead,
             )
             results.append((weight, report))
         return results
@@ -407,15 +406,22 @@ def output_error(
     w_NK: torch.Tensor, q_NK: torch.Tensor, hessian_KK: torch.Tensor
 ) -> tuple[float, float]:
     """(mean squared error a token, relative error) of a layer's output for inputs with this H."""
+    return _errors(row_energies(q_NK - w_NK, hessian_KK), row_energies(w_NK, hessian_KK))
 
-    def energy(x_NK: torch.Tensor) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=x_NK.device)
-        for start, stop in strips(x_NK.shape[1]):  # what is left of a strip counts twice there
-            part = x_NK[:, start:stop] @ hessian_KK[start:stop, start:]
-            part[:, stop - start :].mul_(2.0)
-            total += part.mul_(x_NK[:, start:]).sum()
-        return float(total)
 
-    loss = max(energy(q_NK - w_NK), 0.0)
-    total = energy(w_NK)
+def row_energies(x_NK: torch.Tensor, hessian_KK: torch.Tensor) -> torch.Tensor:
+    """x H x^T of every row, fp64 [N]; H symmetric, of which the half below the diagonal is read."""
+    total_N = torch.zeros(len(x_NK), dtype=torch.float64, device=x_NK.device)
+    for start, stop in strips(x_NK.shape[1]):  # what is below a strip's own block counts twice
+        inside = slice(start, stop)
+        part = x_NK[:, inside] @ hessian_KK[inside, inside]
+        if stop < x_NK.shape[1]:
+            part.addmm_(x_NK[:, stop:], hessian_KK[stop:, inside], alpha=2.0)
+        total_N += part.mul_(x_NK[:, inside]).sum(1)
+    return total_N
+
+
+def _errors(lost_N: torch.Tensor, held_N: torch.Tensor) -> tuple[float, float]:
+    """(loss, relative error) of the rows of a layer."""
+    loss, total = max(float(lost_N.sum()), 0.0), float(held_N.sum())
     return loss, (loss / total) ** 0.5 if total > 0 else 0.0

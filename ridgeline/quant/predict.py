@@ -8,21 +8,25 @@ a second rate, plus a fixed cost a column. docs/log/quantize.md holds prediction
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 
 from ridgeline.core.protocols import BlockwiseModel
-from ridgeline.formats.base import QuantizedWeight
+from ridgeline.formats.contract import WeightFormat
 from ridgeline.quant.recipe import Recipe
-from ridgeline.quant.report import weight_bytes
 
-_HESSIAN_SHARE = 0.58
-"""Of the full product that Hessian.add computes in six strips."""
-_CANDIDATES, _PASSES = {"gptq": 15, "clip": 20}, 7
+_HESSIAN_SHARE = 0.57
+"""Of the full product that Hessian.add computes in eight strips."""
+_SOLVE_FLOPS = 3.3
+"""A weight and input of a layer: the columns' updates 1, the two energies of the report 2.3."""
+_CANDIDATES, _PASSES = {"gptq": 15, "clip": 20}, 6
 """Ranges tried for a group, and elementwise passes over the weight each."""
-_COLUMN_S = {"cpu": 6e-5, "cuda": 2e-6}
+_COLUMN_S = {"cpu": 4e-5, "cuda": 2e-6}
+_HEAD_BYTES, _HEAD_ROWS = 9, 16384
+"""The head's own copy, its rounded values and its codes, a parameter; rows solved at a time."""
 _PROCESS_BYTES = 450e6
 """Of Python, PyTorch and the tokenizer before any tensor."""
 
@@ -59,6 +63,16 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a run writes: exceptions, mixed widths and the head in it."""
+
+    packed_bytes: float
+    """Of quantized layers."""
+    plain_parameters: int
+    """Of everything else that the folder holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
     """Sizes that a prediction needs."""
 
@@ -80,6 +94,10 @@ class RunShape:
     """Bytes of a weight and of an activation while it runs."""
     stored_itemsize: int = 2
     """Bytes of a parameter outside the blocks in the source's files; the folder takes it over."""
+    stored: Stored | None = None
+    """What the layers come to on disk; None: all of them in the recipe's own form."""
+    widths: int = 0
+    """Widths that each layer is measured at in a pass before the run (mixed widths)."""
     held_blocks: int = 1
     """Blocks whose weights are in memory at once: one where they are streamed, all of a model in
     memory."""
@@ -130,7 +148,7 @@ class Prediction:
 
 def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Prediction:
     """Memory, time and disk of a run."""
-    packed = shape.blocks * sum(_packed(n, k, recipe) for group in shape.groups for n, k in group)
+    stored = shape.stored or _stored(shape, recipe)
     hidden = shape.width * shape.itemsize * (shape.tokens + 2 * shape.held_out_tokens)
     fixed = _PROCESS_BYTES if device == "cpu" else 0.0
     held_parameters = shape.outer_parameters + shape.held_blocks * shape.block_parameters
@@ -138,25 +156,25 @@ def predict(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> Predi
     held = shape.itemsize * shape.width * 2 * shape.held_out_tokens
     vocabulary = shape.head_parameters // max(shape.width, 1)
     scoring = 256 * vocabulary * 4 * 5 if shape.held_out_tokens else 0
+    head = hidden + _HEAD_BYTES * shape.head_parameters if recipe.lm_head else 0
     return Prediction(
-        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring),
+        device_bytes=fixed + held + max(_calibration_bytes(shape, recipe), scoring, head),
         seconds=_seconds(shape, recipe, device, rates),
-        work_bytes=packed + 2 * hidden,
-        out_bytes=packed + shape.stored_itemsize * shape.outer_parameters,
+        work_bytes=stored.packed_bytes + 2 * hidden,
+        out_bytes=stored.packed_bytes + shape.stored_itemsize * stored.plain_parameters,
     )
 
 
-def _packed(n: int, k: int, recipe: Recipe) -> float:
-    layout = recipe.layout
-    group = layout.group_of(k)
-    meta = torch.empty(n, k, dtype=torch.uint8, device="meta")
-    scale = torch.empty(n, -(-k // group), dtype=torch.float16, device="meta")
-    zero = None if layout.symmetric else torch.empty_like(scale, dtype=torch.uint8)
-    return weight_bytes(
-        QuantizedWeight(
-            code_NK=meta, scale_NR=scale, zero_NR=zero, bits=layout.bits, group_size=group
-        )
-    )
+def _stored(shape: RunShape, recipe: Recipe) -> Stored:
+    """Every layer of every block in the recipe's own form."""
+    packed = sum(packed_bytes(n, k, recipe.layout) for group in shape.groups for n, k in group)
+    return Stored(packed_bytes=shape.blocks * packed, plain_parameters=shape.outer_parameters)
+
+
+def packed_bytes(n: int, k: int, layout: WeightFormat) -> float:
+    """Of a layer [N, K] in a form's files, without its bias."""
+    specs = layout.tensor_specs(n, k).values()
+    return float(sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs))
 
 
 def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
@@ -188,11 +206,20 @@ def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> floa
     squares = sum(group[0][1] ** 2 for group in shape.groups)
     flops += shape.blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
     elements += shape.blocks * weights * _CANDIDATES[recipe.solver] * _PASSES
+    stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)
     if recipe.solver == "gptq":
         cubes = sum(group[0][1] ** 3 for group in shape.groups)
-        stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)
-        flops += shape.blocks * (4.0 * cubes + 2.0 * stacked)
+        flops += shape.blocks * (4.0 * cubes + _SOLVE_FLOPS * stacked)
         columns = shape.blocks * sum(group[0][1] for group in shape.groups)
+    if recipe.lm_head:
+        width, head = shape.width, shape.head_parameters
+        flops += 2.0 * shape.tokens * width**2 * _HESSIAN_SHARE + _SOLVE_FLOPS * head * width
+        elements += head * _CANDIDATES[recipe.solver] * _PASSES
+        columns += width * (head // width / _HEAD_ROWS) if recipe.solver == "gptq" else 0
+    if shape.widths:
+        per_token = forward + 2.0 * squares * _HESSIAN_SHARE
+        flops += shape.blocks * (shape.tokens * per_token + 2.3 * shape.widths * stacked)
+        elements += shape.blocks * weights * shape.widths * _PASSES
     if recipe.folds:
         trials = 2 * recipe.awq.grid + 2
         flops += shape.blocks * trials * forward * (2 * recipe.awq.search_tokens)

@@ -35,9 +35,16 @@ def fit_group_params(
     low, high = w_GN.amin(-2), w_GN.amax(-2)
     extreme = torch.where(high > -low, high, low)
     middle = torch.full_like(low, float(spec.middle))
+    wrong = torch.empty_like(w_GN)  # of all candidates: the passes are bound by memory
 
     def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        wrong = rounding_error(w_GN, scale.unsqueeze(-2), zero.unsqueeze(-2), spec.max_code)
+        scale, zero = scale.unsqueeze(-2), zero.unsqueeze(-2)
+        torch.div(w_GN, scale, out=wrong).round_()
+        if spec.symmetric:
+            wrong.clamp_(-spec.middle, spec.max_code - spec.middle)
+        else:
+            torch.clamp(wrong, -zero, spec.max_code - zero, out=wrong)
+        torch.addcmul(w_GN, wrong, scale, value=-1.0, out=wrong)
         return (cost_G @ wrong.square_()).squeeze(-2)
 
     best_scale, best_zero = range_params(low, high, spec)

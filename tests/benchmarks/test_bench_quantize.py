@@ -68,18 +68,42 @@ def test_every_row_is_planned_once(bench, monkeypatch) -> None:
     args, rows = bench.arguments(), []
 
     class Counted:
-        def ours(self, method, symmetric, seed):
-            rows.append((method, symmetric, seed))
+        def ours(self, method, symmetric, seed, sequences=None):
+            rows.append((method, symmetric, seed, sequences))
             return {}
 
-        def theirs(self, peer, variant, method, symmetric, seed):
-            rows.append((peer.name, variant, symmetric, seed))
+        def theirs(self, peer, variant, method, symmetric, seed, sequences=None):
+            rows.append((peer.name, variant, symmetric, seed, sequences))
             return {}
 
     assert len(list(bench.measured(Counted(), args))) == len(rows) == len(set(rows))
-    assert rows[:2] == [("rtn", True, 0), ("rtn", False, 0)]
-    assert len(rows) == 2 + 2 * (4 + 5)
-    assert ("llm-compressor", "awq", False, 1) in rows and ("awq+gptq", False, 0) in rows
+    assert rows[:2] == [("rtn", True, 0, None), ("rtn", False, 0, None)]
+    assert len(rows) == 2 + 2 * (4 + 5 + 1)
+    assert ("awq+gptq", False, 0, None) in rows and ("awq", False, 0, None) in rows
+    # A peer's awq on half of the sequences, and ours on the same ones.
+    assert ("llm-compressor", "awq", False, 1, 16) in rows and ("awq", False, 1, 16) in rows
+    assert ("llm-compressor", "gptq", False, 1, None) in rows
+
+
+@pytest.mark.parametrize(("given", "sequences"), [("32", None), ("40", None), ("8", 8)])
+def test_how_much_of_the_text_a_peers_awq_gets(bench, monkeypatch, given, sequences) -> None:
+    """All of it needs no second row of ours."""
+    line = ["bench", "--only-peers", "--peers", "llm-compressor", "--peer-methods", "awq"]
+    monkeypatch.setattr("sys.argv", [*line, "--awq-sequences", given])
+    args, rows = bench.arguments(), []
+
+    class Counted:
+        def ours(self, method, symmetric, seed, sequences=None):
+            rows.append((method, sequences))
+            return {}
+
+        def theirs(self, peer, variant, method, symmetric, seed, sequences=None):
+            rows.append((peer.name, sequences))
+            return {}
+
+    list(bench.measured(Counted(), args))
+    ours = [] if sequences is None else [("awq", sequences)]
+    assert rows == [("rtn", None), ("llm-compressor", sequences), *ours]
 
 
 @pytest.mark.skipif(

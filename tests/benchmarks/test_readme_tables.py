@@ -173,10 +173,19 @@ def test_quantization_rows(written):
         "ppl_after": 17.25, "seconds": 93.4, "commit": "abcdef0123", "date": "2026-11-29",
         "run": "r1", "kl": 0.1, "top1_agreement": 0.8,
     }  # fmt: skip
-    rows = written([row, {**row, "ppl_after": 17.5}], "quantize")
+    theirs = {k: v for k, v in row.items() if k != "act_order"} | {
+        "impl": "gptqmodel 7.6.0", "variant": "group-aware", "calibration_tokens": 16384,
+    }  # fmt: skip
+    other = theirs | {"impl": "llm-compressor 0.14.0.1", "variant": "gptq"}
+    half = {**row, "calibration_tokens": 8192}
+    rows = written([row, {**row, "ppl_after": 17.5}, theirs, other, half], "quantize")
     text = readme_tables.results_tables(rows)
-    assert "| gptq, 4 bits, group 64, symmetric, order static, 2 seeds | 14.500 |" in text
+    assert "| ours | gptq, 4 bits, group 64, symmetric, order static, 2 seeds | 14.500 |" in text
     assert "| 17.250 to 17.500 | 0.100 | 0.800 | 93 | CPU, 2026-11-29, abcdef01 |" in text
+    assert "| ours | gptq, 4 bits, group 64, symmetric, order static, 8,192 tokens |" in text
+    end = "gptq, 4 bits, group 64, symmetric, 16,384 tokens | 14.500 |"
+    assert f"| gptqmodel 7.6.0, group-aware | {end}" in text
+    assert f"| llm-compressor 0.14.0.1 | {end}" in text
 
 
 def test_support_lists_every_implementation():

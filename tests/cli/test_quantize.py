@@ -128,7 +128,9 @@ def test_reports(config):
     assert float(rows[0]["relative_error"]) == report["modules"][0]["relative_error"]
     page = (config.out / "quantize_report.html").read_text()
     worst = max(report["modules"], key=lambda module: module["relative_error"])
-    assert worst["name"] in page and page.count("<svg") == 3 and "http" not in page.split("<svg")[0]
+    assert f"<td>{worst['name'].removeprefix('model.layers.')}</td>" in page
+    assert "by its name in model.layers;" in page
+    assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0]
     card = (config.out / "README.md").read_text()
     assert "awq+gptq, 4 bits, groups of 32, asymmetric, stored as gptq" in card
     assert f"{said['evaluation']['ppl_after']:.3f}" in card

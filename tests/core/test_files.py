@@ -4,6 +4,8 @@ import errno
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ridgeline.core import files
 from ridgeline.core.errors import UserError
@@ -62,6 +64,21 @@ def test_full_disk_in_a_folder_keeps_the_old_folder(tmp_path):
 def test_permissions_follow_the_umask(tmp_path):
     files.atomic_write_text(tmp_path / "a.txt", "x")
     assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o666 & ~files._umask()
+
+
+def test_permissions_in_a_folder_follow_the_umask(tmp_path):
+    """Whatever its writer gave a file: safetensors makes its own 0600."""
+    before = os.umask(0o027)
+    try:
+        with files.atomic_dir(tmp_path / "model") as temporary:
+            save_file({"x": torch.zeros(1)}, temporary / "model.safetensors")
+            (temporary / "deep").mkdir()
+            (temporary / "deep" / "closed").touch(mode=0o600)
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "model").rglob("*")}
+    assert modes == {"model.safetensors": 0o640, "closed": 0o640, "deep": 0o750}
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o750
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

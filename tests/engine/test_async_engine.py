@@ -274,6 +274,7 @@ def test_steps_go_on_between_an_embeddings_batches():
 
         def run(batch):
             done.append("step")
+            time.sleep(0.01)  # the long request is not over before the embedding begins
             return working(batch)
 
         def embedded(prompts, pooling):

@@ -16,7 +16,7 @@ from ridgeline.core.errors import UserError
 from ridgeline.engine import llm, memory
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
-from ridgeline.engine.memory import GIB, plan, plan_sizes
+from ridgeline.engine.memory import GIB, kv_dtype_of, plan, plan_sizes
 from ridgeline.train.presets import preset
 from tests.engine.conftest import CONTEXT, tiny_decoder
 
@@ -42,7 +42,9 @@ def test_an_8b_model_on_a_small_budget():
     """bf16 Llama-3-8B: 15 GiB of weights; 20 GiB leave room, 8 do not, 4 bits would."""
     shape = preset("llama-8b")
     weights = shape.num_params() * 2
-    config = EngineConfig(memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024)
+    config = EngineConfig(
+        memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024, kv_dtype="bfloat16"
+    )
     made = plan_sizes(shape, weights, torch.bfloat16, CPU, config)
     used = made.weights_bytes + made.activation_bytes + made.graph_bytes + made.kv_bytes
     page_bytes = made.page_tokens * made.kv_bytes_per_token
@@ -136,6 +138,20 @@ def test_a_cache_smaller_than_the_context_shortens_it(model_folder):
 def test_options_that_cannot_be(option, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**option)
+
+
+def test_a_cpu_that_emulates_bf16_keeps_fp32(monkeypatch):
+    """By itself, or when asked; not for batch-invariance, whose attention is the trainer's."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for fast, by_itself in ((False, fp32), (True, bf16)):
+        monkeypatch.setattr(memory, "has_fast_bf16", lambda fast=fast: fast)
+        assert kv_dtype_of(EngineConfig(), bf16, CPU) == by_itself
+        assert kv_dtype_of(EngineConfig(kv_dtype="bfloat16"), bf16, CPU) == bf16
+        assert kv_dtype_of(EngineConfig(kv_dtype="float32"), bf16, CPU) == fp32
+        assert kv_dtype_of(EngineConfig(batch_invariant=True), bf16, CPU) == bf16
+        assert kv_dtype_of(EngineConfig(), bf16, torch.device("cuda")) == bf16
+    with pytest.raises(UserError, match="kv_dtype must be"):
+        kv_dtype_of(EngineConfig(kv_dtype="float32"), bf16, torch.device("cuda"))
 
 
 def test_a_cache_in_another_wide_dtype_is_refused(model_folder):

@@ -80,6 +80,8 @@ PLAIN = Variant(
 )  # fmt: skip
 """Three warpgroups, one block of keys a block of threads."""
 ZEROED_BEFORE = Variant((("zeros_ahead", False),))
+BARE = Variant((("zeros_ahead", False), ("short_last", False), ("overlapped", False)))
+"""Persistent blocks and nothing more."""
 
 
 @contextlib.contextmanager
@@ -286,7 +288,7 @@ def group_windows() -> None:
         ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20),
     ]  # fmt: skip
     for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], squares):
-        for variant, left in itertools.product((Variant(), ZEROED_BEFORE), (100, 400)):
+        for variant, left in itertools.product((Variant(), ZEROED_BEFORE, BARE), (100, 400)):
             options = replace(masks(dim)[2], window_left=left)
             what = f"{dim} {shape} x{batch} window {left}"
             if left < shape[0]:

@@ -445,8 +445,9 @@ def _plan(
     counted = counts(config, deterministic)
     tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
-    # Rows behind a sequence's end belong to no tile.
-    make_gradient = zero_maker if problem.varlen or problem.seqused else maker
+    # Rows behind the used ones belong to no tile; those behind the last packed sequence the kernel
+    # clears.
+    make_gradient = zero_maker if problem.seqused else maker
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),

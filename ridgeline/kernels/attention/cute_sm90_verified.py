@@ -20,7 +20,7 @@ _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
-_PERSISTENT = "H200, 2026-11-30, checks at commit 7c6a276"
+_PERSISTENT = "H200, 2026-11-30, run 430177abb566"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 _WIDTHS = ((192, 128), (192, 192), (256, 256))

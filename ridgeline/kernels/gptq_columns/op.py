@@ -1,4 +1,4 @@
-"""One block of GPTQ's columns at once, where a fused kernel can do it.
+"""One block of GPTQ's columns at once: a fused kernel on a GPU, a loop over rows on a CPU.
 
     for each step k of the block:  q_k = round to the grid of k's group;  e_k = w_k - q_k;
                                    w_j -= V_kj e_k  for the later steps j of the block
@@ -27,13 +27,13 @@ class Columns:
     """One block; tensors are views, rows are steps in processing order."""
 
     work_BN: torch.Tensor
-    """fp32, weights of the block's steps, earlier blocks' errors taken."""
+    """fp32 (fp64 on a CPU), as all others: weights of the block's steps, earlier blocks' errors
+    taken. May be overwritten."""
     unit_BB: torch.Tensor
-    """fp32, the block of V; rows may be strided."""
+    """The block of V; rows may be strided."""
     scale_RN: torch.Tensor
-    """fp32."""
     zero_RN: torch.Tensor
-    """fp32, whole numbers."""
+    """Whole numbers."""
     group_B: torch.Tensor
     """int32, group of each step."""
     max_code: int
@@ -44,11 +44,11 @@ Solve = Callable[[Columns, torch.Tensor, torch.Tensor], None]
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> Solve | None:
-    """The fused loop for a device, or None where columns go one by one (a CPU, fp64)."""
-    if dtype != torch.float32:
-        return None
-    if device.type != "cuda" and not env.triton_interpreted():
-        return None
-    if importlib.util.find_spec("triton") is None:
+    """The loop for a device, or None where columns go one by one (a GPU without Triton, fp64
+    there)."""
+    interpreted = env.triton_interpreted() and dtype == torch.float32
+    if device.type == "cpu" and not interpreted:
+        return importlib.import_module("ridgeline.kernels.gptq_columns.cpu").launch
+    if dtype != torch.float32 or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("ridgeline.kernels.gptq_columns.triton").launch

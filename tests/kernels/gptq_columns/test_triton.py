@@ -1,5 +1,5 @@
-"""The fused column loop against the columns one by one, and its compiled form. On a GPU, or in the
-interpreter (test_triton_interpreted.py runs this file so)."""
+"""The fused column loop against the columns one by one: on a GPU, in the interpreter
+(test_triton_interpreted.py runs this file so), else the CPU's own loop."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ import torch
 from ridgeline.core import env
 from ridgeline.formats.grid import GridSpec
 from ridgeline.kernels.gptq_columns import op
+from ridgeline.kernels.gptq_columns.cpu import launch as loop
 from ridgeline.quant.gptq import GPTQOptions, quantize_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.skipif(
-        op.fused(torch.device(DEVICE), torch.float32) is None,
-        reason="needs a GPU or the interpreter",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 SHAPES = [
     (1, 1, 1, "natural", True),
     (33, 40, 16, "natural", False),
@@ -58,15 +53,18 @@ def test_ties_go_to_even_and_codes_are_clamped():
         work_BN=w, unit_BB=torch.ones(1, 1, device=DEVICE), scale_RN=ones, zero_RN=zeros,
         group_B=torch.zeros(1, dtype=torch.int32, device=DEVICE), max_code=15,
     )  # fmt: skip
-    signed, error = torch.empty_like(w), torch.empty_like(w)
+    signed, error, given = torch.empty_like(w), torch.empty_like(w), w.clone()
     solve = op.fused(w.device, w.dtype)
     assert solve is not None
     solve(columns, signed, error)
     assert signed[0].tolist() == [0.0, 2.0, 2.0, -0.0, 7.0, -8.0, 7.0]
-    assert torch.equal(error, w - signed)
+    assert torch.equal(error, given - signed)
 
 
-def test_nothing_is_fused_in_fp64_or_on_a_cpu(monkeypatch):
-    assert op.fused(torch.device(DEVICE), torch.float64) is None
+def test_what_serves_where(monkeypatch):
+    """fp64 is not fused on a GPU; a CPU has its own loop, for both."""
+    cpu = torch.device("cpu")
+    assert (op.fused(torch.device(DEVICE), torch.float64) is None) == (DEVICE == "cuda")
+    assert op.fused(cpu, torch.float64) is loop
     monkeypatch.setattr(env, "triton_interpreted", lambda: False)
-    assert op.fused(torch.device("cpu"), torch.float32) is None
+    assert op.fused(cpu, torch.float32) is loop

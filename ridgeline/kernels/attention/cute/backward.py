@@ -31,7 +31,12 @@ from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
 from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
-from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
+from ridgeline.kernels.attention.cute.backward_rows import (
+    THREADS,
+    Rows,
+    Tiles,
+    packed_sequence,
+)
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Layouts,
@@ -140,12 +145,17 @@ class Backward:
             sizes = (longest_k + block_k - 1) // block_k, k.shape[2], num_batches
             span = window_span(window_left, block_k)
             order = key_order(sizes, heads_per_section, span, DeviceInteger)
-        tiles = Tiles(lengths, num_blocks, order)
+        tiles = Tiles(lengths, num_blocks, num_batches if packed else None, order)
         grid = (num_blocks, mdQ.shape[2], num_batches)
+        rest = None
+        if cutlass.const_expr(packed):
+            grid = (q.shape[0] // block_q + num_batches, mdQ.shape[2], 1)
+            if cutlass.const_expr(not self.traits.seqused):
+                rest = (dq, dk, dv)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
-        )
+        self.rows.before(
+            mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles, rest
+        ).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
@@ -297,18 +307,19 @@ class Backward:
         return work.block * keys_per_block(self.config) < work.extent.seqlen_k
 
     @cute.jit
-    def _packed_block(self, tensors: Globals, index: Int32):
-        """(block, sequence) of a number: blocks are numbered like tiles of queries, with at most
-        one number between two sequences left out, so a sequence is found by bisection."""
-        starts, block_k = tensors.tiles.lengths.cu_seqlens_k, keys_per_block(self.config)
-        low, high = Int32(0), Int32(tensors.num_batches)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if starts[middle] // block_k + middle <= index:
-                low = middle
-            else:
-                high = middle
-        return index - (starts[low] // block_k + low), low
+    def _packed_block(self, tensors: Globals, scalars: Scalars, index: Int32):
+        """(blocks, block, head, sequence) of a number, from the last block. Sequence after
+        sequence, in each as in a dense call: by sections of heads whose rows stay in L2."""
+        block_k, num_heads = keys_per_block(self.config), tensors.mK.shape[2]
+        starts = tensors.tiles.lengths.cu_seqlens_k
+        batch = packed_sequence(starts, tensors.num_batches, block_k, index // num_heads)
+        begin = starts[batch] // block_k + batch
+        end = self._num_indices() // num_heads
+        if batch + 1 < tensors.num_batches:
+            end = starts[batch + 1] // block_k + batch + 1
+        order = TileOrder(end - begin, num_heads, 1, scalars.heads_per_section)
+        block, head, _ = order.coordinates(index - begin * num_heads, cutlass.min)
+        return end - begin, block, head, batch
 
     def _index(self):
         """The number of the block of keys."""
@@ -329,12 +340,9 @@ class Backward:
         """Of a block of keys by its number."""
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
-            num_heads = tensors.mK.shape[2]
-            head = index % num_heads
-            number = index // num_heads
-            if cutlass.const_expr(self.last_keys_first):
-                number = self._num_indices() // num_heads - 1 - number
-            block, batch = self._packed_block(tensors, number)
+            num_blocks, block, head, batch = self._packed_block(tensors, scalars, index)
+            if cutlass.const_expr(not self.last_keys_first):
+                block = num_blocks - 1 - block
         elif cutlass.const_expr(is_short_last(self.config)):
             block, head, batch = tensors.tiles.order.coordinates(index, DeviceInteger)
         else:

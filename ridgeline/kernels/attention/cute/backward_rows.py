@@ -49,6 +49,8 @@ class Tiles:
     lengths: Lengths
     num_blocks: Any
     """Blocks of queries of the longest sequence."""
+    num_batches: Any
+    """Of packed sequences."""
     order: Any = None
     """`blocks.KeyOrder` where blocks of keys are numbered by it."""
 
@@ -57,6 +59,16 @@ class Tiles:
         if self.lengths.cu_seqlens_q is not None:
             return extent.offset_q // block_q + batch
         return batch * self.num_blocks
+
+    @cute.jit
+    def place(self, block: Int32, batch: Int32, block_q: cutlass.Constexpr[int]):
+        """(block, batch) of a block of threads: packed sequences have as many as they have tiles,
+        and at most one more each, not as many as the longest."""
+        if cutlass.const_expr(self.lengths.cu_seqlens_q is not None):
+            starts = self.lengths.cu_seqlens_q
+            batch = packed_sequence(starts, self.num_batches, block_q, block)
+            block -= starts[batch] // block_q + batch
+        return block, batch
 
 
 class Rows:
@@ -81,10 +93,20 @@ class Rows:
         dq_sum: cute.Tensor,
         turns,
         tiles: Tiles,
+        rest,
     ):
-        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]."""
+        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]; rest: dq,
+        dk and dv of packed sequences, whose rows behind the last are cleared."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(rest is not None):
+            blocks, heads, _ = cute.arch.grid_dim()
+            worker, workers = (block * heads + head) * THREADS + thread, blocks * heads * THREADS
+            starts = tiles.lengths.cu_seqlens_q, tiles.lengths.cu_seqlens_k
+            dq, dk, dv = rest
+            for tensor, ends in ((dq, starts[0]), (dk, starts[1]), (dv, starts[1])):
+                clear_rest(tensor, ends[tiles.num_batches], worker, workers)
+        block, batch = tiles.place(block, batch, self.block_q)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_launch_dependents()
         extent = tiles.lengths.extent(batch)
@@ -139,6 +161,7 @@ class Rows:
         blocks, heads, batches = cute.arch.grid_dim()
         # What was added last comes first: it is still in L2.
         block, head, batch = blocks - 1 - block, heads - 1 - head, batches - 1 - batch
+        block, batch = tiles.place(block, batch, self.block_q)
         extent = tiles.lengths.extent(batch)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_wait()
@@ -163,6 +186,33 @@ class Rows:
                             narrow[e] = (word * scale).to(self.dtype)
                         target = _run(gdQ[query, None], column * VECTOR, VECTOR)
                         cute.autovec_copy(narrow, target)
+
+
+@cute.jit
+def packed_sequence(starts: cute.Tensor, num_batches, rows: cutlass.Constexpr[int], number: Int32):
+    """The sequence that a tile of `rows` rows belongs to. Sequence b has those from starts[b] //
+    rows + b on, so at most one between two is nobody's; found by bisection."""
+    low, high = Int32(0), Int32(num_batches)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] // rows + middle <= number:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cute.jit
+def clear_rest(tensor: cute.Tensor, begin: Int32, worker: Int32, workers: Int32):
+    """Zeros from row `begin` on of a contiguous [rows, heads, dim], some by each worker."""
+    rows, heads, dim = tensor.shape
+    zeros = cute.make_rmem_tensor(cute.make_layout(VECTOR), tensor.element_type)
+    zeros.fill(0.0)
+    pieces = dim // VECTOR
+    for i in cutlass.range(worker, (rows - begin) * heads * pieces, workers, unroll=1):
+        line = i // pieces
+        row = tensor[begin + line // heads, line % heads, None]
+        cute.autovec_copy(zeros, _run(row, (i - line * pieces) * VECTOR, VECTOR))
 
 
 def _lanes(head_dim: int) -> int:
