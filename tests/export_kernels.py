@@ -45,7 +45,7 @@ from tests import hopper_code
 ROOT = Path(__file__).parents[1]
 GROUPS = (
     "packed_wide", "used_backward", "narrow", "capture", "public", "used", "packed", "parts",
-    "pages", "again", "deterministic", "turned_windows", "pair", "single", "softcap",
+    "pages", "again", "deterministic", "turned_windows", "windows", "pair", "single", "softcap",
     "helpers", "far", "repeats",
 )  # fmt: skip
 TESTS = (

@@ -17,9 +17,13 @@ def group_of(shape: DecoderConfig) -> int:
     return min(GROUP, shape.hidden_size)
 
 
-def random_weights(shape: DecoderConfig, impl: str | None, where: str = "cuda") -> Weights:
-    """Weights of a shape on the GPU, normal, or (impl given) random 4-bit codes of one scale."""
-    packed, group = impl is not None, group_of(shape)
+def random_weights(
+    shape: DecoderConfig, impl: str | None, where: str = "cuda", shard: Shard | None = None
+) -> Weights:
+    """Weights of a shape on the GPU, normal, or (impl given) random 4-bit codes of one scale;
+    shard: one rank's part of them."""
+    shard = shard or Shard()
+    packed, group = impl is not None, min(group_of(shape), shape.hidden_size // shard.ranks)
     device, dtype = torch.device(where), torch.bfloat16
 
     def dense(n: int, k: int) -> Dense:
@@ -38,7 +42,10 @@ def random_weights(shape: DecoderConfig, impl: str | None, where: str = "cuda") 
         )
         return Packed(prepare(weight, dtype, impl=impl, silu_mul=silu_mul), None, False)
 
-    C, F, H, G = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads
+    C, ranks = shape.hidden_size, shard.ranks
+    F, H, G = (
+        size // ranks for size in (shape.intermediate_size, shape.num_heads, shape.num_kv_heads)
+    )
     D, ones = shape.head_dim, torch.ones(shape.hidden_size, device=device, dtype=dtype)
     layers = tuple(
         LayerWeights(
@@ -55,11 +62,12 @@ def random_weights(shape: DecoderConfig, impl: str | None, where: str = "cuda") 
         )
         for _ in range(shape.num_layers)
     )
-    head = dense(shape.vocab_size, C)
-    table = head.weight_NK if shape.tie_embeddings else dense(shape.vocab_size, C).weight_NK
+    head = dense(-(-shape.vocab_size // ranks), C)
+    whole = shape.tie_embeddings and ranks == 1
+    table = head.weight_NK if whole else dense(shape.vocab_size, C).weight_NK
     return Weights(
         config=shape,
-        shard=Shard(),
+        shard=shard,
         embedding_VC=table,
         layers=layers,
         norm=ones,

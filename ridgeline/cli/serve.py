@@ -173,6 +173,9 @@ def serve(config: ServeConfig) -> Result:
     if env.rank():
         return _follow(folder, engine_config)
     server_config = config.server(folder.name)
+    for name, root in (("watch", config.watch), ("reload_root", config.reload_root)):
+        if root is not None and not root.is_dir():
+            raise UserError(f"serve: {name} must be a folder, got {root}; make it first")
     bound = bind(config.host, config.port)  # before the weights: a port in use is said at once
     try:
         engine = AsyncEngine.open(folder, engine_config)
@@ -196,7 +199,9 @@ def _follow(folder: Path, config: EngineConfig) -> Result:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
-        LLM(folder, config).follow()
+        llm = LLM(folder, config)
+        llm.follow()
+        llm.close()
     except RuntimeError as error:
         raise UserError(f"serve: rank {env.rank()}: {error}") from error
     return {"folder": str(folder), "drained": True}

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -153,7 +154,7 @@ class AsyncEngine:
             self._refuse_late(deadline_s)
             self._reserve(name, (len(prompt_ids) + max_tokens) * params.n)
             stream = self._streams[name] = RequestStream(self, name)
-            self._commands.append(lambda: self.llm.core.add(request, max_tokens, arrival_s))
+            self._commands.append(lambda: self._add(request, max_tokens, arrival_s))
             self._condition.notify()
         return stream
 
@@ -169,9 +170,8 @@ class AsyncEngine:
     async def embed(
         self, prompts: Sequence[Sequence[int]], *, salt: str = "", pooling: Pooling = "mean"
     ) -> list[list[float]]:
-        """Unit vectors of prompts; `salt` is unused, nothing of them is kept.
-
-        Raises: as add_request.
+        """Unit vectors of prompts, a step's worth at a time: other requests go on between.
+        `salt` is unused, nothing of them is kept. Raises: as add_request.
         """
         del salt
         most = self.llm.config.limits.max_embed_prompts
@@ -182,8 +182,11 @@ class AsyncEngine:
         name = uuid.uuid4().hex
         with self._condition:
             self._reserve(name, sum(len(prompt_ids) for prompt_ids in prompts))
+        vectors: list[list[float]] = []
         try:
-            return await self._call(lambda: self.llm.embed(prompts, pooling))
+            for batch in self.llm.embed_batches(prompts):
+                vectors += await self._call(partial(self.llm.embed, batch, pooling))
+            return vectors
         finally:
             with self._condition:
                 self._release(name)
@@ -394,7 +397,8 @@ class AsyncEngine:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if self._dead is None and (failures >= MAX_FAILURES or self.llm.group is not None):
             self._dead = self.llm.why_lost() or f"steps failed, the last with {why}"
-        self._deliver(core.abort_all("error", f"the engine failed: {why}"))
+        end = core.abort_running if self._dead is None else core.abort_all
+        self._deliver(end("error", f"the engine failed: {why}"))
         core.scheduler.pool.forget_all()
         if self._dead is not None:
             self._forsake()
@@ -424,6 +428,18 @@ class AsyncEngine:
         for stream in left:
             with contextlib.suppress(RuntimeError):  # its loop was closed
                 stream.loop.call_soon_threadsafe(stream.put, error)
+
+    def _add(self, request: Request, max_tokens: int, arrival_s: float) -> None:
+        try:
+            self.llm.core.add(request, max_tokens, arrival_s)
+        except Exception as error:  # of this request alone: it is told, the others go on
+            _log.exception("request %s could not be queued", request.request_id)
+            with self._condition:
+                stream = self._streams.pop(request.request_id, None)
+                self._release(request.request_id)
+            if stream is not None:
+                with contextlib.suppress(RuntimeError):  # its loop was closed
+                    stream.loop.call_soon_threadsafe(stream.put, error)
 
     def _abort(self, request_id: str) -> None:
         output = self.llm.core.abort(request_id)

@@ -46,7 +46,8 @@ class EngineConfig:
     batch_invariant: bool = False
     """A request's tokens depend on nothing but itself, bit for bit; slower."""
     speculate_tokens: int = 0
-    """Tokens drafted by prompt lookup a step, 0 .. 16; same outputs."""
+    """Tokens drafted by prompt lookup a step, 0 .. 16; same outputs, but for the last bits of sums
+    in 16 bits (bit for bit in batch-invariant mode)."""
     cuda_graphs: bool = True
     """Record decode steps and replay them (a GPU)."""
     limits: Limits = field(default_factory=Limits)

@@ -127,8 +127,8 @@ class EngineCore:
         self._order += len(choices)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         opened = _Open(request, [self._live(each) for each in choices], arrival_s)
-        self.requests[request.request_id] = opened
         self.scheduler.add(choices)
+        self.requests[request.request_id] = opened
 
     def _live(self, sequence: Choice) -> _Live:
         params = sequence.params
@@ -172,7 +172,17 @@ class EngineCore:
 
     def abort_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         """End everything."""
-        ended = [self.abort(name, reason, error) for name in list(self.requests)]
+        return self._abort_each(list(self.requests), reason, error)
+
+    def abort_running(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+        """End what has begun to be computed; everything, where nothing has."""
+        begun = {sequence.request.request_id for sequence in self.scheduler.running}
+        return self._abort_each(sorted(begun) or list(self.requests), reason, error)
+
+    def _abort_each(
+        self, names: Sequence[str], reason: FinishReason, error: str | None
+    ) -> list[RequestOutput]:
+        ended = [self.abort(name, reason, error) for name in names]
         return [output for output in ended if output is not None]
 
     @property
@@ -372,8 +382,7 @@ class EngineCore:
             if opened.request.deadline_s is not None
             and now_s - opened.arrival_s >= opened.request.deadline_s
         ]
-        ended = [self.abort(name, "deadline") for name in late]
-        return [output for output in ended if output is not None]
+        return self._abort_each(late, "deadline", None)
 
     # ---- books -------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ class Loading:
 
     def _load(self) -> None:
         try:
+            if self._llm.group is not None:  # a new thread's GPU is the first, not this rank's
+                self._llm.group.make_current()
             self.weights = self._llm.load_beside(self._folder)
         except Exception as error:  # told to rank 0, which refuses the reload
             self.error = f"{type(error).__name__}: {error}"

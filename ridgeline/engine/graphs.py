@@ -7,6 +7,9 @@ before the host has seen this step's tokens, and what the host does in a step co
 started so is used only if the scheduler then asks for exactly it. If it does not (a sequence ended,
 another one came), the step is lost; what it wrote lies in a slot that its sequence had not filled,
 or that is written again by a later kernel before anyone reads it.
+
+Several ranks start the same steps ahead: which, depends on the batches that rank 0 tells all of
+them and on tokens that each chooses of the same logits. So its messages travel while a step runs.
 """
 
 from __future__ import annotations
@@ -186,7 +189,7 @@ class DecodeGraphs:
         )
         attend = DeviceAttention(self.runner.cache, batch)
         logits = self.runner.whole_vocabulary(forward.decode(token, position, attend))
-        if size > AHEAD_SIZE or self.runner.group is not None:
+        if size > AHEAD_SIZE:
             return logits, None
         return logits, (forward.joined or ref).choose(logits, numbers)
 

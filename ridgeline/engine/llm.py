@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from ridgeline.engine.counters import Counters
 from ridgeline.engine.errors import EngineDeadError, ReloadError
 from ridgeline.engine.follow import Follower
 from ridgeline.engine.load import OpenModel, choose_device, open_model, run_dtype
-from ridgeline.engine.memory import MemoryPlan, check_ranks, kv_dtype_of, plan_sizes
-from ridgeline.engine.outputs import FinishReason, RequestOutput, TokenLogprob, Usage
+from ridgeline.engine.memory import MemoryPlan, check_ranks, kv_dtype_of, plan, plan_sizes
+from ridgeline.engine.outputs import Choice, Generation
 from ridgeline.engine.paged import FP8, PagedKV
 from ridgeline.engine.params import MaskFactory, Request, SamplingParams
 from ridgeline.engine.runner import Runner, StepBatch
@@ -42,40 +42,6 @@ from ridgeline.nn.decoder import Decoder
 
 LOSS_S = 5.0
 """How long after a collective failed a rank's end may become known."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    """One finished output."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Generation:
-    """What a prompt became."""
-
-    prompt_ids: list[int]
-    choices: list[Choice]
-    usage: Usage | None = None
-    error: str | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        """Take what a step brought."""
-        for delta in output.deltas:
-            choice = self.choices[delta.index]
-            choice.text += delta.text
-            choice.token_ids += delta.token_ids
-            if delta.logprobs is not None:
-                choice.logprobs = [*(choice.logprobs or []), *delta.logprobs]
-            choice.finish_reason = delta.finish_reason or choice.finish_reason
-            choice.stop_reason = delta.stop_reason or choice.stop_reason
-        self.usage, self.error = output.usage, output.error or self.error
 
 
 class LLM:
@@ -112,6 +78,8 @@ class LLM:
     ) -> None:
         folder = Path(model) if isinstance(model, Path | str) else None
         self.shard = self._shard(None if folder is None else choose_device(self.config.device))
+        if folder is not None and folder.is_dir():
+            plan(folder, self.config, self.shard.ranks)  # refused before it is read
         opened = None if folder is None else _open(folder, self.config, self.shard)
         self.folder = None if opened is None else opened.folder
         self.tokenizer = tokenizer if opened is None else opened.tokenizer
@@ -226,11 +194,15 @@ class LLM:
         for prompt_ids in prompts:
             self.check_prompt(prompt_ids, room=0)
         vectors: list[list[float]] = []
-        for batch in _batches(prompts, self.plan.max_step_tokens):
+        for batch in self.embed_batches(prompts):
             if self.group is not None:
                 self.group.send("embed", [[list(ids) for ids in batch], pooling])
             vectors += self.runner.embed(batch, pooling).tolist()
         return vectors
+
+    def embed_batches(self, prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+        """Prompts in the groups that `embed` computes at once."""
+        return _batches(prompts, self.plan.max_step_tokens)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a text, with the special tokens that its tokenizer puts around it."""
@@ -269,6 +241,11 @@ class LLM:
         """Refuse a prompt that is empty, foreign or too long for `room` new tokens."""
         if not len(prompt_ids):
             raise bad_value("request", "prompt", "have at least one token", 0, "give some text")
+        count, most = len(prompt_ids), self.info.max_model_len
+        if count + min(room, 1) > most:  # before a look at each of them
+            rule = f"fit in the context of {most} tokens"
+            got = f"{count}" + " and one to come" * min(room, 1)
+            raise bad_value("request", "prompt", rule, got, "shorten it")
         for token_id in prompt_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 got = type(token_id).__name__
@@ -276,11 +253,6 @@ class LLM:
             if not 0 <= token_id < self.info.vocab_size:
                 rule = f"hold tokens in 0 .. {self.info.vocab_size - 1}"
                 raise bad_value("request", "prompt", rule, token_id, "use the model's tokenizer")
-        count, most = len(prompt_ids), self.info.max_model_len
-        if count + min(room, 1) > most:
-            rule = f"fit in the context of {most} tokens"
-            got = f"{count}" + " and one to come" * min(room, 1)
-            raise bad_value("request", "prompt", rule, got, "shorten it")
         if count + room > most:
             rule = f"fit in the context of {most} tokens, of which the prompt takes {count}"
             raise bad_value("request", "max_tokens", rule, room, "ask for fewer")
@@ -290,9 +262,20 @@ class LLM:
     def load_beside(self, folder: Path) -> Weights:
         """Weights of another folder of the same model, ready to be swapped in.
 
-        Raises: ReloadError for another architecture, dtype or tokenizer; UserError as open_model.
+        Raises: ReloadError for another architecture, dtype or tokenizer, or where memory lacks;
+        UserError as open_model.
         """
-        opened = _open(Path(folder), replace(self.config, dtype=self.info.dtype), self.shard)
+        try:
+            return self._beside(Path(folder))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            why = (str(error) or "too little").splitlines()[0]
+            raise ReloadError(
+                f"reload: {folder} must fit in memory beside the weights that run, got {why}; "
+                "start a new server"
+            ) from error
+
+    def _beside(self, folder: Path) -> Weights:
+        opened = _open(folder, replace(self.config, dtype=self.info.dtype), self.shard)
         decoder = opened.model
         if decoder.config != self.shape:
             differ = _differences(decoder.config, self.shape)
@@ -362,6 +345,8 @@ class LLM:
         """
         group, self.group = self.group, None
         stop = stop and self.why_lost() is None
+        if group is not None and stop:
+            self.runner.forget()
         if group is not None and not self.rank and stop:
             with contextlib.suppress(RuntimeError):  # a rank that is gone just now
                 group.send("stop")

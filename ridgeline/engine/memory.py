@@ -18,7 +18,7 @@ from ridgeline.core.arch import Arch, detect
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
 from ridgeline.engine.config import EngineConfig
-from ridgeline.engine.host_decode import head_in_bags
+from ridgeline.engine.host_products import head_in_bags
 from ridgeline.engine.load import choose_device, is_quantized, run_dtype
 from ridgeline.engine.paged import FP8
 from ridgeline.engine.weights import Shard
@@ -187,13 +187,15 @@ def plan_sizes(
 
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The cache's dtype; keys and values in 16 or 32 bits are the activations' own.
+    """The cache's dtype: the activations' own, or FP8, or fp32 on a CPU, which is taken by itself
+    where that CPU computes attention faster than in bf16.
 
-    Raises: UserError for a cache in another dtype than the activations that is not FP8, and for FP8
-    where it cannot be batch-invariant.
+    Raises: UserError for a cache in another dtype than these, and for FP8 where it cannot be
+    batch-invariant.
     """
     if config.kv_dtype == "auto":
-        return dtype
+        emulated = dtype == torch.bfloat16 and device.type == "cpu" and not has_fast_bf16()
+        return torch.float32 if emulated and not config.batch_invariant else dtype
     if config.kv_dtype == "fp8":
         if config.batch_invariant and device.type == "cuda":
             raise UserError(
@@ -202,7 +204,8 @@ def kv_dtype_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
             )
         return FP8
     wanted = torch_dtype(config.kv_dtype)
-    if wanted != dtype:
+    widened = wanted == torch.float32 and device.type == "cpu"
+    if wanted != dtype and not widened:
         raise UserError(
             f"engine: kv_dtype must be fp8 or the activations' {dtype_name(dtype)}, got "
             f"{config.kv_dtype}; set dtype too"
@@ -245,8 +248,19 @@ def _budget(arch: Arch, config: EngineConfig, ranks: int) -> int:
     if config.memory_gib is not None:
         return int(config.memory_gib * GIB)
     if arch.is_gpu:
-        return int(arch.memory_bytes * GPU_SHARE)
+        # Others may have the rest; what they have beyond it is not there.
+        spare = arch.memory_bytes * (1 - GPU_SHARE)
+        return int(arch.memory_bytes * GPU_SHARE - max(0.0, _of_others(arch) - spare))
     return int(arch.memory_bytes * CPU_SHARE) // ranks
+
+
+def _of_others(arch: Arch) -> int:
+    """Bytes of the current GPU that this process's tensors do not hold and that are not free; 0
+    where the machine is pretended."""
+    if arch.pretended or not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
 
 
 def _weights_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:

@@ -62,6 +62,40 @@ class RequestOutput:
     """One line for the client, where a choice ended with "error"."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One finished output."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """What a prompt became."""
+
+    prompt_ids: list[int]
+    choices: list[Choice]
+    usage: Usage | None = None
+    error: str | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Take what a step brought."""
+        for delta in output.deltas:
+            choice = self.choices[delta.index]
+            choice.text += delta.text
+            choice.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                choice.logprobs = [*(choice.logprobs or []), *delta.logprobs]
+            choice.finish_reason = delta.finish_reason or choice.finish_reason
+            choice.stop_reason = delta.stop_reason or choice.stop_reason
+        self.usage, self.error = output.usage, output.error or self.error
+
+
 HealthState = Literal["ready", "draining", "reloading", "stalled", "dead"]
 
 

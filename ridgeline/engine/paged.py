@@ -103,13 +103,14 @@ class PagedKV:
             self.flat_k[layer].view(torch.uint8)[slots_P] = k_PGD.view(torch.uint8)
             self.flat_v[layer].view(torch.uint8)[slots_P] = v_PGD.view(torch.uint8)
             return
-        self.flat_k[layer].index_copy_(0, slots_P, k_PGD)
-        self.flat_v[layer].index_copy_(0, slots_P, v_PGD)
+        self.flat_k[layer].index_copy_(0, slots_P, k_PGD.to(self.dtype))
+        self.flat_v[layer].index_copy_(0, slots_P, v_PGD.to(self.dtype))
 
     def read(
         self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of slots [T, G, D]: views where the slots are neighbours."""
+        """Keys and values of slots [T, G, D]: views where the slots are neighbours. dtype: of those
+        of an FP8 cache; others' are the cache's own."""
         if self.dtype != FP8:
             return self.flat_k[layer][slots], self.flat_v[layer][slots]
         k = self.flat_k[layer].view(torch.uint8)[slots].view(FP8).to(dtype)
@@ -195,8 +196,14 @@ class HostAttention:
         v_PGD: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        cache = self.cache
+        cache, dtype = self.cache, q_PHD.dtype
         cache.append(layer, self.slots_P, k_PGD, v_PGD)
+        if cache.dtype == torch.float32:
+            q_PHD = q_PHD.float()
+        return self._over_all(layer, q_PHD, window).to(dtype)
+
+    def _over_all(self, layer: int, q_PHD: torch.Tensor, window: int | None) -> torch.Tensor:
+        cache = self.cache
         if len(self.spans) == 1:
             span, slots = self.spans[0]
             k_TGD, v_TGD = cache.read(layer, slots, q_PHD.dtype)

@@ -112,15 +112,18 @@ class StepBatch:
     def to_message(self) -> list[object]:
         """Lists and numbers alone."""
         spans = [[s.row, s.rows, s.pages, s.num_keys] for s in self.spans]
-        return [self.token_ids, spans, self.num_decoding, self.rows, self.wide_rows]
+        flags = [self.greedy, self.goes_on]
+        return [self.token_ids, spans, self.num_decoding, self.rows, self.wide_rows, flags]
 
     @staticmethod
     def from_message(message: list[object]) -> StepBatch:
         """What to_message made."""
-        token_ids, spans, num_decoding, rows, wide = message
+        token_ids, spans, num_decoding, rows, wide, flags = message
         assert isinstance(token_ids, list) and isinstance(spans, list) and isinstance(rows, list)
         assert isinstance(num_decoding, int) and isinstance(wide, list)
-        return StepBatch(token_ids, [Span(*span) for span in spans], num_decoding, rows, wide)
+        assert isinstance(flags, list)
+        made = [Span(*span) for span in spans]
+        return StepBatch(token_ids, made, num_decoding, rows, wide, *flags)
 
 
 class Runner:
@@ -153,15 +156,19 @@ class Runner:
         return wanted and self.on_gpu and alone and plain
 
     def set_weights(self, weights: Weights) -> None:
-        """Run with these from now on."""
-        self.weights = weights
+        """Run with these from now on; with the old ones still, where that fails."""
         reduce = None if self.group is None else self.group.all_reduce
-        self.forward = Forward(weights, self.max_model_len, reduce)
-        if self.on_gpu and not self.invariant:  # whose kernels sum in another order than PyTorch's
-            self.forward = DeviceForward(weights, self.max_model_len, reduce)
-        self.host_decoder = None
+        # Not the fused kernels in batch-invariant mode: they sum in another order than PyTorch's.
+        kind = DeviceForward if self.on_gpu and not self.invariant else Forward
+        forward = kind(weights, self.max_model_len, reduce)
+        host_decoder = None
         if not self.on_gpu and HostDecoder.takes(weights, self.cache, self.invariant):
-            self.host_decoder = HostDecoder(weights, self.forward.rotary, self.cache)
+            host_decoder = HostDecoder(weights, forward.rotary, self.cache)
+        self.weights, self.forward, self.host_decoder = weights, forward, host_decoder
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was recorded: it holds collectives of a group that ends."""
         if self.graphs is not None:
             self.graphs.forget()
 

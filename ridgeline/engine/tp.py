@@ -11,6 +11,7 @@ Processes are torchrun's, or started by rank 0 (workers.py).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,8 @@ from ridgeline.core import env
 from ridgeline.core.errors import bad_value
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+FRAME_BYTES, LENGTH_BYTES = 4096, 8
+"""Of a message's first piece, and of its length in it."""
 MAX_REPORT_BYTES = 512
 KINDS = ("step", "embed", "load", "loaded", "swap", "drop", "stop")
 
@@ -38,6 +41,11 @@ class Group:
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.records = device.type == "cuda"
         """Whether its collectives can be part of a CUDA graph."""
+
+    def make_current(self) -> None:
+        """Let this thread's work go to this rank's GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def meet(self) -> None:
         """Called when this rank is ready for the first collective (workers.py has a say in it)."""
@@ -72,23 +80,19 @@ class Group:
 
     def send(self, kind: str, body: Any = None) -> None:
         """Rank 0: tell the others what comes next."""
-        packed = encode(kind, body)
-        size = torch.tensor([len(packed)], dtype=torch.int64)
-        dist.broadcast(size, 0, group=self._control)
-        payload = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        dist.broadcast(payload, 0, group=self._control)
+        for frame in frames(encode(kind, body)):
+            dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self._control)
 
     def receive(self) -> tuple[str, Any]:
         """The other ranks: wait for a message."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, group=self._control)
-        count = int(size)
-        if not 0 < count <= MAX_MESSAGE_BYTES:
-            rule = f"be at most {MAX_MESSAGE_BYTES} bytes"
-            raise bad_value("engine", "message", rule, count, "send less")
-        payload = torch.empty(count, dtype=torch.uint8)
-        dist.broadcast(payload, 0, group=self._control)
-        return decode(payload.numpy().tobytes())
+        first = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        dist.broadcast(first, 0, group=self._control)
+        packed, missing = opened(first.numpy().tobytes())
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self._control)
+            packed += rest.numpy().tobytes()
+        return decode(packed)
 
 
 def encode(kind: str, body: Any) -> bytes:
@@ -111,6 +115,26 @@ def decode(packed: bytes) -> tuple[str, Any]:
     if not isinstance(message, list) or len(message) != 2 or message[0] not in KINDS:
         raise bad_value("engine", "message", f"be [kind of {KINDS}, body]", message, "check it")
     return message[0], message[1]
+
+
+def frames(packed: bytes) -> list[bytearray]:
+    """A message as what is broadcast: its length and its start in one piece of fixed size, which is
+    all of most messages, then the rest."""
+    start = packed[: FRAME_BYTES - LENGTH_BYTES]
+    first = len(packed).to_bytes(LENGTH_BYTES, "little") + start
+    rest = packed[len(start) :]
+    return [bytearray(first.ljust(FRAME_BYTES, b"\0")), *([bytearray(rest)] if rest else [])]
+
+
+def opened(first: bytes) -> tuple[bytes, int]:
+    """(what the first piece has of a message, bytes to come). Raises: ValueError for a length that
+    cannot be."""
+    count = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if not 0 < count <= MAX_MESSAGE_BYTES:
+        rule = f"be at most {MAX_MESSAGE_BYTES} bytes"
+        raise bad_value("engine", "message", rule, count, "send less")
+    start = first[LENGTH_BYTES : LENGTH_BYTES + count]
+    return start, count - len(start)
 
 
 def _report_of(framed: bytes) -> tuple[str, str]:
@@ -136,6 +160,16 @@ def join(rank: int, ranks: int, meeting: Path, device: torch.device) -> None:
     on_rank(device, rank)
     method = f"file://{meeting}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+
+
+def leave(within_s: float) -> None:
+    """Leave what `join` joined, when the other ranks do too: NCCL waits for them, and for every
+    graph that has its collectives in it; no longer than so many seconds, one may be gone."""
+    if not dist.is_initialized():
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(within_s)
 
 
 def on_rank(device: torch.device, local_rank: int) -> torch.device:

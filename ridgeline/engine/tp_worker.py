@@ -16,7 +16,7 @@ from ridgeline.core import progress
 from ridgeline.engine import tp
 from ridgeline.engine.follow import Follower
 from ridgeline.engine.llm import LLM
-from ridgeline.engine.workers import LocalGroup, config_of, read_order
+from ridgeline.engine.workers import END_S, LocalGroup, config_of, read_order
 
 GONE = 3
 """Exit status when rank 0 is gone."""
@@ -45,7 +45,10 @@ def main() -> int:
         tp.join(rank, config.tensor_parallel, meeting / "meeting", device)
         own = tp.on_rank(device, rank)
         group = LocalGroup(rank, config.tensor_parallel, own, say)
-        Follower(LLM(Path(order["folder"]), config, group=group)).run()
+        llm = LLM(Path(order["folder"]), config, group=group)
+        Follower(llm).run()
+        llm.close()
+        tp.leave(END_S)
     except Exception as error:
         traceback.print_exc()
         if meeting.is_dir():

@@ -138,6 +138,8 @@ class Workers:
         """End the processes: by themselves where they were told to stop, else by force."""
         self._ending = True
         lost = self._lost.is_set()
+        if told and not lost:
+            tp.leave(END_S)
         until_s = time.monotonic() + (END_S if told else 0.0)
         for process in self.processes:
             try:
@@ -148,9 +150,8 @@ class Workers:
             if process.stdin is not None:
                 process.stdin.close()
         torch.set_num_threads(self._threads)
-        # NCCL would wait for a rank that is gone.
-        if dist.is_initialized() and (self._on_cpu or not lost):
-            dist.destroy_process_group()
+        if self._on_cpu or not lost:
+            tp.leave(END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from ridgeline.cli import main as cli
-from ridgeline.cli.serve import ServeConfig, folder_of, quickstart_folder, read_keys
+from ridgeline.cli.serve import ServeConfig, folder_of, quickstart_folder, read_keys, serve
 from ridgeline.cli.stage import Context, QuickstartConfig
 from ridgeline.cli.stages import serve as stage
 from ridgeline.core.errors import UserError
@@ -162,6 +162,14 @@ def test_the_quickstarts_stage(model_folder, tmp_path, monkeypatch):
         assert str(result["new_tokens"]) in stage.say(result)
         assert stage.section(result, context).quote == result["text"]
     assert official["text"] == plain["text"]
+
+
+@pytest.mark.parametrize("flag", ["watch", "reload_root"])
+def test_a_folder_that_is_not_there_is_refused(flag, model_folder, tmp_path):
+    """A word mistyped would never load anything."""
+    config = ServeConfig(model=str(model_folder), port=0, **{flag: tmp_path / "nowhere"})
+    with pytest.raises(UserError, match=f"serve: {flag} must be a folder, got .*nowhere; make"):
+        serve(config)
 
 
 @pytest.mark.parametrize(

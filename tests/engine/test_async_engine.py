@@ -263,3 +263,72 @@ def test_reload_keeps_requests(tmp_path):
         assert engine.health().state == "ready"
 
     run(test)
+
+
+def test_steps_go_on_between_an_embeddings_batches():
+    """A large embedding request stops nobody, and ends where nobody waits for it."""
+
+    async def test(engine):
+        done: list[str] = []
+        working, embed = engine.llm.core.run, engine.llm.embed
+
+        def run(batch):
+            done.append("step")
+            time.sleep(0.01)  # the long request is not over before the embedding begins
+            return working(batch)
+
+        def embedded(prompts, pooling):
+            done.append("embed")
+            return embed(prompts, pooling)
+
+        engine.llm.core.run, engine.llm.embed = run, embedded
+        prompts = [[i + 1] * 16 for i in range(12)]
+        stream = asyncio.create_task(collect(engine.add_request([1], LONG)))
+        found = await engine.embed(prompts)
+        assert found == embed(prompts) and (await stream)[1] == "length"
+        first, last = done.index("embed"), len(done) - 1 - done[::-1].index("embed")
+        assert done.count("embed") == 6 and done[first:last].count("step") >= 5
+        done.clear()
+        left = asyncio.create_task(engine.embed(prompts))
+        while "embed" not in done:
+            await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert not engine._reserved and done.count("embed") < 6
+
+    run(test, EngineConfig(max_step_tokens=32))
+
+
+def test_a_failing_step_ends_what_it_held_alone():
+    async def test(engine):
+        working, calls = engine.llm.core.run, []
+
+        def run(batch):
+            calls.append(batch)
+            return 1 / 0 if len(calls) == 1 else working(batch)
+
+        engine.llm.core.run = run
+        held, waiting = (engine.add_request([1 + i], SHORT) for i in range(2))
+        assert (await collect(held))[1] == "error"
+        assert (await collect(waiting))[1] == "length" and engine.health().state == "ready"
+
+    run(test, EngineConfig(max_num_seqs=1))
+
+
+def test_a_request_that_cannot_be_queued_is_told_alone():
+    async def test(engine):
+        add = engine.llm.core.add
+
+        def refused(request, *more):
+            if request.request_id == "bad":
+                raise RuntimeError("no room in the books")
+            add(request, *more)
+
+        engine.llm.core.add = refused
+        streams = [engine.add_request([1], SHORT, request_id=name) for name in ("a", "bad", "b")]
+        with pytest.raises(RuntimeError, match="no room"):
+            await collect(streams[1])
+        assert [(await collect(streams[i]))[1] for i in (0, 2)] == ["length"] * 2
+
+    run(test)

@@ -245,6 +245,21 @@ def test_new_weights_go_on_with_the_text(tmp_path):
     assert got == before + after and before + after != tokens(LLM(old), [PROMPTS[4]])[0]
 
 
+def test_a_reload_that_does_not_fit_changes_nothing(model_folder, monkeypatch):
+    from ridgeline.engine.errors import ReloadError
+
+    llm = LLM(model_folder)
+    want = tokens(llm)
+
+    def full(*asked):
+        raise torch.OutOfMemoryError("no more\nof it")
+
+    monkeypatch.setattr(llm, "_weights", full)
+    with pytest.raises(ReloadError, match="must fit in memory beside .* got no more; start"):
+        llm.reload(model_folder)
+    assert tokens(llm) == want
+
+
 def test_a_reload_of_another_model_is_refused(tmp_path, model_folder):
     from ridgeline.engine.errors import ReloadError
 

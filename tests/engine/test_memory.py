@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ridgeline.core.arch import pretend
 from ridgeline.core.errors import UserError
+from ridgeline.engine import llm, memory
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
-from ridgeline.engine.memory import GIB, plan, plan_sizes
+from ridgeline.engine.memory import GIB, kv_dtype_of, plan, plan_sizes
 from ridgeline.train.presets import preset
 from tests.engine.conftest import CONTEXT, tiny_decoder
 
@@ -39,7 +42,9 @@ def test_an_8b_model_on_a_small_budget():
     """bf16 Llama-3-8B: 15 GiB of weights; 20 GiB leave room, 8 do not, 4 bits would."""
     shape = preset("llama-8b")
     weights = shape.num_params() * 2
-    config = EngineConfig(memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024)
+    config = EngineConfig(
+        memory_gib=20.0, max_num_seqs=32, max_step_tokens=1024, kv_dtype="bfloat16"
+    )
     made = plan_sizes(shape, weights, torch.bfloat16, CPU, config)
     used = made.weights_bytes + made.activation_bytes + made.graph_bytes + made.kv_bytes
     page_bytes = made.page_tokens * made.kv_bytes_per_token
@@ -135,6 +140,39 @@ def test_options_that_cannot_be(option, message):
         EngineConfig(**option)
 
 
+def test_a_cpu_that_emulates_bf16_keeps_fp32(monkeypatch):
+    """By itself, or when asked; not for batch-invariance, whose attention is the trainer's."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for fast, by_itself in ((False, fp32), (True, bf16)):
+        monkeypatch.setattr(memory, "has_fast_bf16", lambda fast=fast: fast)
+        assert kv_dtype_of(EngineConfig(), bf16, CPU) == by_itself
+        assert kv_dtype_of(EngineConfig(kv_dtype="bfloat16"), bf16, CPU) == bf16
+        assert kv_dtype_of(EngineConfig(kv_dtype="float32"), bf16, CPU) == fp32
+        assert kv_dtype_of(EngineConfig(batch_invariant=True), bf16, CPU) == bf16
+        assert kv_dtype_of(EngineConfig(), bf16, torch.device("cuda")) == bf16
+    with pytest.raises(UserError, match="kv_dtype must be"):
+        kv_dtype_of(EngineConfig(kv_dtype="float32"), bf16, torch.device("cuda"))
+
+
 def test_a_cache_in_another_wide_dtype_is_refused(model_folder):
     with pytest.raises(UserError, match="kv_dtype must be fp8 or the activations' float32"):
         LLM(model_folder, EngineConfig(kv_dtype="bfloat16"))
+
+
+def test_a_model_that_does_not_fit_is_not_read(model_folder, monkeypatch):
+    """Its config and headers tell."""
+    monkeypatch.setattr(llm, "_open", lambda *asked: pytest.fail("it was read"))
+    with pytest.raises(UserError, match="the model must fit in .* got .*weights"):
+        llm.LLM(model_folder, EngineConfig(memory_gib=0.0005))
+
+
+@pytest.mark.parametrize(
+    ("others_gib", "left_gib"), [(0, 90), (9, 90), (30, 70)], ids=["none", "spare", "more"]
+)
+def test_what_others_hold_of_a_gpu_is_not_there(others_gib, left_gib, monkeypatch):
+    gpu = replace(pretend("sm90"), pretended=False, memory_bytes=100 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    free = (100 - others_gib - 20) * GIB  # 20 are this process's own
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * GIB)
+    assert memory._budget(gpu, EngineConfig(), 1) == pytest.approx(left_gib * GIB, abs=2)

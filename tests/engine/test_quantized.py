@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.engine import host_decode
+from ridgeline.engine import host_products
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.memory import plan
@@ -79,13 +79,13 @@ def test_a_row_of_logits_is_the_matmuls(monkeypatch):
     """The head's chunked copy against F.linear, a vocabulary that fills no whole chunk."""
     if not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
-    monkeypatch.setattr(host_decode, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(host_products, "has_fast_bf16", lambda: False)
     head = Dense(torch.randn(200, 64, dtype=torch.bfloat16), None, False)
-    call = host_decode._head(head)
-    assert call is not None
     x_1C = torch.randn(1, 64)
+    found = host_products.Head(head, host_products.Kept(x_1C))()
     exact = x_1C.to(torch.bfloat16).double() @ head.weight_NK.double().T
-    error = (call(x_1C).double() - exact).abs()
-    assert call(x_1C).shape == (1, 200)
+    error = (found.double() - exact).abs()
+    assert found.shape == (1, 200) and found.dtype == torch.float32
     assert error.max() <= 2 * (head(x_1C.to(torch.bfloat16)).double() - exact).abs().max() + 1e-6
-    assert host_decode._head(Dense(head.weight_NK.float(), None, False)) is None
+    assert host_products.head_in_bags(torch.bfloat16)
+    assert not host_products.head_in_bags(torch.float32)

@@ -18,6 +18,7 @@ from ridgeline.core import env
 from ridgeline.engine import tp
 from ridgeline.engine.llm import LLM
 from ridgeline.engine.paged import Span
+from ridgeline.engine.params import SamplingParams
 from ridgeline.engine.runner import StepBatch
 from ridgeline.engine.weights import Shard, weights_of
 from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
@@ -25,7 +26,7 @@ from ridgeline.quant.calibrate import quantize_model
 from ridgeline.quant.linear import replace_linears
 from ridgeline.quant.recipe import Recipe
 from tests.engine.conftest import tiny_decoder, write_model
-from tests.engine.tp_child import generate
+from tests.engine.tp_child import PROMPTS, generate
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,12 +38,15 @@ def free_port() -> int:
 
 
 @pytest.mark.dist
-def test_two_ranks_generate_what_one_does(tmp_path):
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+def test_two_ranks_generate_what_one_does(recorded, tmp_path):
+    """Also where both start steps ahead of their tokens, rank 1 by what it is told of batches."""
     folders = [write_model(tmp_path / str(seed), seed) for seed in (1, 2)]
+    way = ["recorded"] if recorded else []
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.tp_child", *map(str, folders)],
+            [sys.executable, "-m", "tests.engine.tp_child", *map(str, folders), *way],
             cwd=ROOT,
             env=env.child_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
             stdout=subprocess.PIPE,
@@ -63,6 +67,10 @@ def test_two_ranks_generate_what_one_does(tmp_path):
     for got, told in zip(found["logprobs"], want["logprobs"], strict=True):
         torch.testing.assert_close(got, told, atol=1e-5, rtol=0)
     torch.testing.assert_close(found["embedding"], want["embedding"], atol=1e-5, rtol=0)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    long = LLM(folders[0]).generate(PROMPTS, greedy)
+    assert found["long"] == [made.choices[0].token_ids for made in long]
+    assert found["ahead"] > 20 if recorded else found["ahead"] == 0
     assert found["reloaded"] == generate(LLM(folders[1]))["tokens"] != found["tokens"]
 
 
@@ -106,6 +114,20 @@ def test_messages_go_round():
     step = StepBatch([1, 2, 3], [Span(0, 1, [4], 9), Span(1, 2, [5, 6], 18)], 1, [0, 2])
     kind, body = tp.decode(tp.encode("step", step.to_message()))
     assert kind == "step" and StepBatch.from_message(body) == step
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 3 * tp.FRAME_BYTES])
+def test_messages_of_any_length_go_in_pieces(extra):
+    """One of fixed size, and the rest of longer ones."""
+    count = tp.FRAME_BYTES - tp.LENGTH_BYTES + extra
+    packed = bytes(i % 251 for i in range(count))
+    first, *rest = tp.frames(packed)
+    assert len(first) == tp.FRAME_BYTES and len(rest) == int(extra > 0)
+    start, missing = tp.opened(bytes(first))
+    assert missing == max(0, extra) and start + b"".join(map(bytes, rest)) == packed
+    for length in (0, tp.MAX_MESSAGE_BYTES + 1):
+        with pytest.raises(ValueError, match="engine: message must be at most"):
+            tp.opened(length.to_bytes(tp.LENGTH_BYTES, "little") + bytes(first[8:]))
 
 
 @pytest.mark.parametrize(

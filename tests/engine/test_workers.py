@@ -47,7 +47,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [made.choices[0].token_ids for made in llm.generate(PROMPTS, GREEDY)]
 
 
-def transformers_tokens(folder: Path) -> list[list[int]]:
+def transformers_tokens(folder: Path, new: int = 12) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in PROMPTS:
@@ -57,8 +57,8 @@ def transformers_tokens(folder: Path) -> list[list[int]]:
             ids,
             attention_mask=mask,
             do_sample=False,
-            min_new_tokens=12,
-            max_new_tokens=12,
+            min_new_tokens=new,
+            max_new_tokens=new,
             pad_token_id=0,
         )
         found.append(out[0, len(prompt) :].tolist())

@@ -217,8 +217,8 @@ def test_bytes_read_are_those_of_the_layout_that_is_used(
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: False)
     monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
-    if bags:  # a byte a code with 8 a row, zero points a row a group; offsets, scales, sizes
-        read = (64 if symmetric else 66) * (32 + 8) + 3 * 4 + 2 * 32 * 4 + 2 * 8
+    if bags:  # a byte a code with 8 a row, zero points in them; offsets, scales, sizes
+        read = 64 * (32 + 8) + 3 * 4 + 2 * 32 * 4 + 2 * 8
     form = GPTQFormat(group_size=32, symmetric=symmetric)
     w_NK = torch.randint(-7, 8, (32, 64)).float()
     w_NK[:, ::32] = 7.5  # scale 1 exactly, so bf16 holds it

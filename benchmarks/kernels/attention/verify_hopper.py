@@ -5,10 +5,11 @@
 One group a process, so that one that hangs costs its own time limit only. Groups, least suspicious
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
-deterministic, turned_windows (deterministic windows), packed_wide and used_backward (sequences that
-end early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing);
-those of the forward over caches are in verify_hopper_cached.py. Every gradient is compared with the
-fp64 reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
+deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
+themselves) and window_repeats, packed_wide and used_backward (sequences that end early), far
+(scores far below zero), repeats, tune (times variants; prints, writes nothing); those of the
+forward over caches are in verify_hopper_cached.py. Every gradient is compared with the fp64
+reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
 missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
 call costs the host: bench_host.py.
 """
@@ -71,6 +72,16 @@ class Variant:
 
 
 HELPED = Variant((("helpers", True), ("other_registers", 72)))
+PLAIN = Variant(
+    (
+        ("helpers", False), ("other_registers", 88), ("persistent", 0), ("overlapped", False),
+        ("short_last", False), ("zeros_ahead", False),
+    )
+)  # fmt: skip
+"""Three warpgroups, one block of keys a block of threads."""
+ZEROED_BEFORE = Variant((("zeros_ahead", False),))
+BARE = Variant((("zeros_ahead", False), ("short_last", False), ("overlapped", False)))
+"""Persistent blocks and nothing more."""
 
 
 @contextlib.contextmanager
@@ -231,9 +242,8 @@ def group_narrow() -> None:
 
 def group_helpers() -> None:
     """The backward with and without the fourth warpgroup, and turns of several heads."""
-    plain = Variant((("helpers", False), ("other_registers", 88)))
     grid([(64, 64), (128, 128)], [HELPED], False)
-    grid([(128, 128)], [plain], False)
+    grid([(128, 128)], [PLAIN], False)
     grid([(64, 64), (128, 128)], [Variant(section=1), Variant(section=8)], True)
     for dim, shape in itertools.product([(64, 64), (128, 128)], SHAPES):
         options = replace(masks(dim)[2], deterministic=True)
@@ -268,6 +278,57 @@ def group_turned_windows() -> None:
     for dim in dims:
         options = replace(masks(dim)[2], deterministic=True)
         bitwise(f"{dim} window deterministic", leaves((1100, 1100, 8, 8), dim), options, 200)
+
+
+def group_windows() -> None:
+    """Causal windows, dQ zeroed by the main kernel and before it, with more blocks of keys than a
+    block is ahead of the one it zeroes for."""
+    squares = [
+        ((1100, 1100, 16, 16), 4), ((700, 700, 16, 4), 14), ((500, 500, 2, 1), 2),
+        ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20),
+    ]  # fmt: skip
+    for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], squares):
+        for variant, left in itertools.product((Variant(), ZEROED_BEFORE, BARE), (100, 400)):
+            options = replace(masks(dim)[2], window_left=left)
+            what = f"{dim} {shape} x{batch} window {left}"
+            if left < shape[0]:
+                check(what, variant, leaves(shape, dim, batch), options)
+
+
+def group_window_repeats() -> None:
+    for dim in (128, 64):
+        for left, count in ((1023, 800), (3000, 100)):
+            options = replace(masks((dim, dim))[2], window_left=left)
+            shape = (16384, 16384, 2048 // dim, 2048 // dim)
+            repeated_sums(f"{dim} window {left}", leaves(shape, (dim, dim), 1), options, count)
+
+
+def repeated_sums(
+    what: str, qkv: list[torch.Tensor], options: AttentionOptions, count: int
+) -> None:
+    """Repeats give the same bits of dK and dV, and of dQ what a kernel gives that zeroes all of it
+    before, but for the order of additions."""
+    name, extras = f"{count} repeats {what}", AttentionExtras()
+    try:
+        out, lse = cute_sm90.forward(*qkv, options, extras)
+        tensors = (torch.randn_like(out), None, *qkv, out, lse, options, extras)
+        with using(ZEROED_BEFORE):
+            plain = cute_sm90.backward(*tensors)
+        first = cute_sm90.backward(*tensors)
+        differ = torch.zeros(2, dtype=torch.long, device="cuda")
+        far = torch.zeros((), device="cuda")
+        for _ in range(count):
+            grads = cute_sm90.backward(*tensors)
+            pairs = ((grads.dk, first.dk), (grads.dv, first.dv))
+            differ += torch.stack([(a != b).any().long() for a, b in pairs])
+            far = torch.maximum(far, (grads.dq.float() - plain.dq.float()).abs().max())
+    except UserError:
+        say("missing", name)
+        return
+    largest = plain.dq.float().abs().max().item()
+    good = not any(differ.tolist()) and far.item() <= 2**-7 * largest
+    found = f"calls that differ {differ.tolist()}, dQ {far.item():.1e} of {largest:.1e} away"
+    say("ok" if good else "BAD", f"{name}: {found}")
 
 
 def group_packed_wide() -> None:
@@ -338,7 +399,6 @@ def bitwise(what: str, qkv: list[torch.Tensor], options: AttentionOptions, count
 def group_tune() -> None:
     """TFLOP/s of variants, each the median of turns in one process."""
     pair, stages = Variant((("pair", False),)), Variant((("ds_stages", 4),))
-    plain = Variant((("helpers", False), ("other_registers", 88)))
     for cell in [c for c in bench.cells() if c.direction == "bwd"]:
         wide = max(cell.head_dim, cell.head_dim_v) > 128
         if cell.deterministic:
@@ -352,7 +412,7 @@ def group_tune() -> None:
         elif cell.window:
             variants = [Variant(), Variant(section=1), Variant(section=8)]
         elif not wide and cell.head_dim == 128:
-            variants = [Variant(), plain]
+            variants = [Variant(), PLAIN]
         else:
             continue
         times = in_turns(cell, variants)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +23,7 @@ from ridgeline.engine.server.body import read_json
 from ridgeline.engine.server.config import ServerConfig
 from ridgeline.engine.server.embeddings import embeddings
 from ridgeline.engine.server.errors import BROKEN, ApiError, from_engine
-from ridgeline.engine.server.generation import Generation
+from ridgeline.engine.server.generation import Generation, too_late
 from ridgeline.engine.server.guard import Guard
 from ridgeline.engine.server.metrics import CONTENT_TYPE, health_json, metrics_text
 from ridgeline.engine.server.reload import reload_weights
@@ -73,8 +75,14 @@ async def _generate(request: Request, state: ServerState, endpoint: _Endpoint) -
         asked = endpoint.read(state, body)
         request_id = new_id(endpoint.prefix)
         key = request.scope["ridgeline.key"]
-        plan = await while_connected(request.receive, endpoint.plan(state, asked, request_id, key))
-        generation = Generation.start(state, plan)
+        since_s = time.monotonic()
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                planning = endpoint.plan(state, asked, request_id, key)
+                plan = await while_connected(request.receive, planning)
+        except TimeoutError:
+            raise too_late(asked.deadline_s) from None
+        generation = Generation.start(state, plan, since_s)
         if asked.stream:
             pieces = endpoint.chunks(state, asked, generation)
             streaming = True

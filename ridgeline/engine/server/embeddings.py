@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ridgeline.engine.server import params as parameters
 from ridgeline.engine.server.chat import read_model
 from ridgeline.engine.server.errors import from_engine, must
-from ridgeline.engine.server.generation import salt_of
+from ridgeline.engine.server.generation import salt_of, too_late
 from ridgeline.engine.server.prompts import encode, read_prompts
 from ridgeline.engine.server.state import ServerState
 
@@ -35,8 +36,12 @@ async def embeddings(state: ServerState, body: Any, key: str) -> dict[str, Any]:
         else await encode(state, each, "input", add_special_tokens=True)
         for each in prompts
     ]
+    deadline_s = state.config.deadline_s
     try:
-        vectors = await state.engine.embed(ids, salt=salt_of(key, ""), pooling=pooling)
+        async with asyncio.timeout(deadline_s):
+            vectors = await state.engine.embed(ids, salt=salt_of(key, ""), pooling=pooling)
+    except TimeoutError:
+        raise too_late(deadline_s) from None
     except (ValueError, TypeError) as error:
         raise from_engine(error, {"prompt": "input", "prompts": "input"}) from error
     if dimensions is not None and dimensions != len(vectors[0]):

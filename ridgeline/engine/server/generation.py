@@ -46,10 +46,14 @@ class Generation:
     reasons: list[str] = field(default_factory=list)
 
     @classmethod
-    def start(cls, state: ServerState, plan: Plan) -> Generation:
-        """Reserve everything or refuse at once. Raises: ApiError."""
+    def start(cls, state: ServerState, plan: Plan, since_s: float) -> Generation:
+        """Reserve everything or refuse at once; since_s: of the monotonic clock, when the
+        request's time began. Raises: ApiError."""
         streams: list[OutputStream] = []
         engine = state.engine
+        left_s = plan.deadline_s - (time.monotonic() - since_s)
+        if left_s <= 0:
+            raise too_late(plan.deadline_s)
         try:
             for prompt in plan.prompts:
                 engine.check(prompt, plan.params)
@@ -60,7 +64,7 @@ class Generation:
                         plan.params,
                         request_id=f"{plan.request_id}-{number}",
                         salt=plan.salt,
-                        deadline_s=plan.deadline_s,
+                        deadline_s=left_s,
                         mask=plan.mask,
                     )  # fmt: skip
                 )
@@ -123,10 +127,7 @@ class Generation:
     def _check(self, delta: Delta, error: str | None) -> None:
         reason = delta.finish_reason
         if reason == "deadline":
-            raise ApiError(
-                408, f"the request took longer than {self.plan.deadline_s:g} seconds",
-                param="deadline_s", code="deadline_exceeded",
-            )  # fmt: skip
+            raise too_late(self.plan.deadline_s)
         if reason == "abort":
             raise ApiError(503, "the request was ended by the server", kind=BROKEN, code="aborted")
         if reason == "error" and self.plan.mask is not None:
@@ -159,6 +160,14 @@ class Generation:
             usage.cached_tokens, usage.completion_tokens, ",".join(self.reasons) or "left",
             time.monotonic() - self.started,
         )  # fmt: skip
+
+
+def too_late(deadline_s: float) -> ApiError:
+    """The answer to a request whose time is over."""
+    return ApiError(
+        408, f"the request took longer than {deadline_s:g} seconds", param="deadline_s",
+        code="deadline_exceeded",
+    )  # fmt: skip
 
 
 def salt_of(key: str, cache_key: str) -> str:

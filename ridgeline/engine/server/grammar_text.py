@@ -25,7 +25,7 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Of compiling and of every step; about 20 ms of work at each step at the most."""
-WHITESPACE = r"[ \n\t]{0,8}"
+WHITESPACE = r"(\n[ \t]{0,32}| )?"
 """Between the parts of JSON: bounded, or a small model fills its answer with blanks."""
 
 

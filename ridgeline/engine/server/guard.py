@@ -69,7 +69,7 @@ class Guard:
     def _check_site(self, headers: Headers) -> None:
         host = _name(headers.get("host", ""))
         if origin := headers.get("origin"):
-            if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            if _netloc(origin).lower() != headers.get("host", "").lower():
                 raise ApiError(
                     403, "requests from pages of another site are refused", code="origin"
                 )
@@ -108,6 +108,14 @@ def _given_key(authorization: str) -> bytes:
         except ValueError:
             return b""
     return b""
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an origin; "" for what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _name(host: str) -> str:

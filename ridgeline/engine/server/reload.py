@@ -78,11 +78,18 @@ async def watch(state: ServerState, root: Path) -> None:
         if found != candidate:
             candidate = found
             continue
-        seen, candidate = found, None
+        candidate = None
         try:
             await swap(state, found[0])
-        except (ApiError, UnavailableError) as error:
+        except ApiError as error:
+            if error.code == "reloading":
+                continue  # another reload runs: its turn comes
             log.error("watched folder %s was not loaded: %s", found[0], error)
+        except UnavailableError as error:
+            log.error("watched folder %s was not loaded: %s", found[0], error)
+        except Exception:  # of the loading: the next folder may be better
+            log.exception("watched folder %s was not loaded", found[0])
+        seen = found
 
 
 def _newest(root: Path) -> tuple[Path, float, int] | None:

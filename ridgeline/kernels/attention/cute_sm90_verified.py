@@ -20,6 +20,7 @@ _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
+_PERSISTENT = "H200, 2026-11-30, run 430177abb566"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
 _WIDTHS = ((192, 128), (192, 192), (256, 256))
@@ -70,6 +71,12 @@ def _turns_in_a_window(problem: AttentionProblem) -> bool:
     return problem.window_left is not None and max(problem.head_dim, problem.head_dim_v) <= 96
 
 
+def _persistent(problem: AttentionProblem) -> bool:
+    """Causal windows; in turns without one."""
+    window = problem.window_left is not None
+    return _narrow_backward(problem) and problem.causal and window != problem.deterministic
+
+
 FEATURES = (
     Feature(
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
@@ -106,6 +113,11 @@ FEATURES = (
         what="backward to head dim 128, deterministic",
         uses=lambda p: _narrow_backward(p) and p.deterministic,
         run=f"{_PUBLIC}; {_HELPERS}",
+    ),
+    Feature(
+        what="backward of causal windows, or causal and deterministic, by persistent blocks",
+        uses=_persistent,
+        run=_PERSISTENT,
     ),
     Feature(
         what="backward to head dim 96, deterministic with a window",

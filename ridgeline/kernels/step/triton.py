@@ -29,6 +29,8 @@ __all__ = ["add_rms_norm", "norm_linear", "rope_append", "row_linear", "silu_mul
 _PIECE = 1024
 _ASKERS = 128
 """Programs of a norm that do nothing but ask for weights: about one a unit of the device."""
+_NORM_WARPS = 16
+"""Of a norm's program at most."""
 _HEADS = 8
 """Of a token, in one program of rope_append: with one each, programs cost more than their bytes."""
 
@@ -172,7 +174,7 @@ def add_rms_norm(
     P, C = x_PC.shape
     y_PC = torch.empty_like(x_PC)
     block = triton.next_power_of_2(C)
-    warps = min(16, max(1, block // 256))
+    warps = min(_NORM_WARPS, max(1, block // 256))
     _add_rms_norm[(P + (_ASKERS if asked.parts else 0),)](
         x_PC,
         x_PC if delta_PC is None else delta_PC,

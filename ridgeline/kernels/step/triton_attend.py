@@ -54,8 +54,8 @@ class AttendConfig:
 
     def reach(self, sequences: int) -> int:
         """Keys of a sequence up to which its heads are attended one by one: few enough that
-        reading them once a head is nothing."""
-        return min(NEAR_SPLITS * self.near, NEAR_KEYS // sequences)
+        reading them once a head is nothing, in no more ranges than a sequence has parts for."""
+        return min(min(NEAR_SPLITS, self.splits) * self.near, NEAR_KEYS // sequences)
 
 
 NEAR_SPLITS = 4

@@ -7,12 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ridgeline.kernels.w4a16.schedule import head_steps
 from ridgeline.kernels.w4a16.tiles import (
     KIND,
     SCALE_KIND,
     DecodeConfig,
     MatmulConfig,
 )
+from ridgeline.kernels.w4a16.tiles_model import MATMUL_TILES, Plan, Tile, tile_of
 from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class StreamLaunch:
 
     config: StreamConfig
     columns: int
-    """Blocks along the outputs; times `config.cluster` along K."""
+    """Blocks along the outputs (the first ones again where there are more than outputs want); times
+    `config.cluster` along K."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,9 @@ class MatmulLaunch:
 
     config: MatmulConfig
     waves: int
-    """Whole tiles a block computes before the rest is shared along K."""
+    """Whole tiles a block computes; the rest is shared along K."""
+    head: int
+    """schedule.py: steps of K that a block which finishes a shared tile has more than others."""
     blocks: int
     workspace_floats: int
 
@@ -225,83 +230,26 @@ def _decode_cycles(launch: DecodeLaunch, m: int, n: int, k: int, split_cycles: i
     return tiles * max(stream, handed_over) + load + split_cycles + 400 * launch.splits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tile:
-    """A tile of the WGMMA kernel, and what a model of its time takes it to cost (microseconds)."""
-
-    block_m: int
-    consumers: int
-    row_mmas: int
-    stages: int
-    halves: int
-    blocks_per_sm: int
-    above: int
-    """Considered for more rows than this ..."""
-    most: int
-    """... and at most this."""
-    start: float
-    step: float
-    """128 inputs, with no other block running ..."""
-    step_shared: float
-    """... and for each block an SM on average besides."""
-    cluster: float
-    """Sums through the cluster's shared memory."""
-    even: float
-    """Tiles cut into equal parts, sums through memory."""
-    even_part: float
-    uneven: float
-    """Stream-K."""
-    uneven_part: float
-
-
-def _tile(shape: tuple, rows: tuple, costs: tuple) -> _Tile:
-    names = [name for name in _Tile.__dataclass_fields__]
-    return _Tile(**dict(zip(names, (*shape, *rows, *costs), strict=True)))
-
-
-# Fitted to 330 timings of six layers (H200, docs/log/w4a16.md): ranks plans, foretells no time.
-_MANY = 1 << 30
-_MATMUL_TILES = (
-    _tile((16, 2, 1, 8, 2, 2), (0, 16), (0.15, 0.246, 0.345, 0.27, 1.22, 0.03, 0.0, 0.86)),
-    _tile((16, 4, 1, 9, 2, 1), (0, 16), (0.53, 0.351, 0.528, 0.25, 3.82, 0.23, 15.7, 0.2)),
-    _tile((32, 2, 1, 5, 2, 2), (16, 32), (3.24, 0.199, 0.236, 0.33, 0.02, 0.17, 0.19, 0.35)),
-    _tile((32, 4, 1, 7, 2, 1), (16, 32), (1.28, 0.443, 0.196, 0.0, 3.35, 0.08, 6.77, 0.1)),
-    _tile((64, 2, 1, 6, 1, 2), (32, 64), (2.67, 0.034, 0.362, 0.11, 0.0, 0.04, 2.39, 0.58)),
-    _tile((64, 4, 1, 5, 2, 1), (32, 64), (0.65, 0.38, 0.273, 0.34, 2.0, 0.64, 17.2, 0.99)),
-    _tile((128, 2, 1, 7, 1, 1), (64, _MANY), (3.0, 0.55, 0.174, 0.76, 2.79, 0.05, 7.21, 0.17)),
-    _tile((128, 2, 2, 6, 1, 1), (64, _MANY), (0.56, 0.873, 0.475, 0.13, 38.7, 0.32, 13.1, 0.54)),
-    _tile((256, 2, 1, 4, 1, 1), (128, _MANY), (0.05, 0.732, 0.622, 0.0, 8.0, 1.36, 34.0, 1.36)),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """How a layer's tiles are given to blocks."""
-
-    waves: int
-    blocks: int
-    cluster: int = 1
-    parts: int = 1
-    """Parts of K of a tile whose blocks add in shares, without a cluster."""
-    cast: int = 1
-
-
 # Plans that beat the model's where timed beside it (H200, docs/log/w4a16.md): (k, n, rows) -> ...
 _MEASURED = {
-    (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
-    (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=224, cluster=2)),
-    (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=112)),
-    (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=6, blocks=128)),
-    (14336, 4096, 16): ((16, 2, 1, 8, 2, 2), _Plan(waves=0, blocks=256, parts=8)),
-    (14336, 4096, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=256, parts=8, cast=2)),
-    (8192, 10240, 64): ((64, 2, 1, 3, 2, 2), _Plan(waves=0, blocks=240, parts=3, cast=2)),
-    (8192, 10240, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=0, blocks=132, cast=2)),
-    (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=128)),
-    (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), _Plan(waves=2, blocks=132)),
-    (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), _Plan(waves=5, blocks=128)),
-    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), _Plan(waves=1, blocks=132)),
-    (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), _Plan(waves=3, blocks=132, cast=2)),
-    (28672, 8192, 64): ((64, 4, 1, 5, 2, 1), _Plan(waves=0, blocks=128, parts=4, cast=2)),
+    (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
+    (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
+    (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=112)),
+    (4096, 14336, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132)),
+    (4096, 14336, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
+    (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=128)),
+    (14336, 4096, 16): ((16, 2, 1, 7, 2, 2), Plan(waves=0, blocks=224, parts=7)),
+    (14336, 4096, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=256, parts=8, cast=2)),
+    (8192, 10240, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=240, parts=3, cast=2)),
+    (8192, 10240, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132, cast=2)),
+    (8192, 10240, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=128)),
+    (8192, 10240, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
+    (8192, 10240, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=5, blocks=128)),
+    (8192, 28672, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132)),
+    (8192, 28672, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132, cast=2)),
+    (8192, 28672, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=5, blocks=132, cast=2)),
+    (28672, 8192, 64): ((64, 4, 1, 5, 2, 1), Plan(waves=0, blocks=128, parts=4, cast=2)),
+    (28672, 8192, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132, cast=2)),
 }
 _MEASURED_SPLITS = {(4096, 4096, 8): (2, 2), (8192, 10240, 16): (2, 2)}
 """(Parts of K, blocks of a cluster) of decode; with / without the latter 4.3 / 5.2, 15.6 / 16.2."""
@@ -315,23 +263,30 @@ def _measured_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> Matmul
         return None
     shape, plan = _MEASURED[k, n, rows]
     costs = (0.0,) * 8
-    config = _matmul_config(traits, _tile(shape, (0, rows), costs), plan)
+    config = _matmul_config(traits, tile_of(shape, (0, rows), costs), plan)
     if config is None or config.stages < shape[3]:
         return None
-    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    return planned(config, plan, -(-m // config.block_m) * -(-n // config.block_n), k // 128)
+
+
+def planned(config: MatmulConfig, plan: Plan, tiles: int, steps: int) -> MatmulLaunch:
+    """A plan's launch; parts of tiles that blocks leave in memory want a place for each block."""
     in_memory = tiles > plan.waves * plan.blocks and plan.cluster == 1
-    floats = 2 * plan.blocks * config.block_m * config.block_n if in_memory else 0
     return MatmulLaunch(
-        config=config, waves=plan.waves, blocks=plan.blocks, workspace_floats=floats
+        config=config,
+        waves=plan.waves,
+        head=head_steps(plan.waves, tiles - plan.waves * plan.blocks, plan.blocks, steps),
+        blocks=plan.blocks,
+        workspace_floats=plan.blocks * config.block_m * config.block_n if in_memory else 0,
     )
 
 
 # Where clusters along K beat the other kernels: (k, n, most rows) -> plan of `stream_plan`. H200,
 # 2026-11-30, microseconds with / without: 4.0 / 4.4 at one row, 4.3 / 4.7 at 4, 5.7 / 6.3 at 16.
 _MEASURED_STREAMS = {
-    (4096, 4096, 1): (8, 1, 1, 2, 2, 1, 1, 3),
-    (4096, 4096, 4): (8, 1, 1, 2, 2, 1, 1, 3),
-    (4096, 4096, 16): (8, 1, 2, 2, 2, 1, 1, 1),
+    (4096, 4096, 1): (8, 1, 1, 2, 2, 2, 1, False),
+    (4096, 4096, 4): (8, 1, 1, 2, 2, 2, 1, False),
+    (4096, 4096, 16): (8, 1, 2, 2, 2, 2, 1, True),
 }
 _STREAM_ROWS = (1, 4, 8, DECODE_ROWS)  # of a box; one of 2 rows brought other values on an H200
 
@@ -346,10 +301,9 @@ def stream_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> StreamLau
 
 def stream_plan(traits: Traits, rows: int, n: int, k: int, plan: tuple) -> StreamLaunch | None:
     """A plan's launch, or None where it does not fit: warps along K, along outputs, tiles a warp,
-    blocks of a cluster, units a warp takes at once, stages, stages of activations, blocks an SM."""
-    k_warps, n_warps, tiles, cluster, units, stages, act_stages, blocks_per_sm = plan
-    per_block = k_warps * units * cluster * max(128, traits.packed_group)
-    steps = k // per_block
+    blocks of a cluster along K, units a warp, blocks an SM, blocks that share activations, whether
+    codes are held in registers."""
+    k_warps, n_warps, tiles, cluster, units, blocks_per_sm, cast, held = plan
     config = StreamConfig(
         kind=traits.kind,
         scale=traits.scale,
@@ -362,16 +316,19 @@ def stream_plan(traits: Traits, rows: int, n: int, k: int, plan: tuple) -> Strea
         tiles=tiles,
         cluster=cluster,
         units=units,
-        steps=steps,
-        stages=stages,
-        act_stages=act_stages,
-        box_rows=rows,
+        rows=rows,
+        cast=cast,
+        held=held,
         blocks_per_sm=blocks_per_sm,
     )
-    whole = steps * per_block == k and n % config.block_n == 0 and stages <= steps
-    if not whole or config.smem_bytes > _SMEM_BYTES[config.blocks_per_sm]:
+    whole = config.block_k * cluster == k and n % (config.block_n * cast) == 0
+    if not whole or not config.is_valid or config.smem_bytes > _SMEM_BYTES[blocks_per_sm]:
         return None
-    return StreamLaunch(config=config, columns=n // config.block_n)
+    columns = n // config.block_n
+    if blocks_per_sm == 2 and columns * cluster <= _MEASURED_SMS:
+        # a multiprocessor left over would take two blocks of the next layer, one after the other
+        columns = _MEASURED_SMS // (cluster * cast) * cast
+    return StreamLaunch(config=config, columns=columns)
 
 
 @functools.cache
@@ -381,7 +338,7 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
     if (measured := _measured_launch(traits, m, n, k, sms)) is not None:
         return measured
     found = []
-    for tile in _MATMUL_TILES:
+    for tile in MATMUL_TILES:
         if tile.above < m <= tile.most:
             tiles = -(-m // tile.block_m) * -(-n // (64 * tile.consumers * tile.row_mmas))
             for plan in _work_plans(tile, tiles, k // 128, sms):
@@ -390,14 +347,10 @@ def matmul_launch(traits: Traits, m: int, n: int, k: int, sms: int) -> MatmulLau
                     cost = _matmul_cost(tile, tiles, k // 128, plan, sms)
                     found.append((cost, len(found), config, plan, tiles))
     _, _, config, plan, tiles = min(found, key=lambda entry: entry[:2])
-    in_memory = tiles > plan.waves * plan.blocks and plan.cluster == 1
-    floats = 2 * plan.blocks * config.block_m * config.block_n if in_memory else 0
-    return MatmulLaunch(
-        config=config, waves=plan.waves, blocks=plan.blocks, workspace_floats=floats
-    )
+    return planned(config, plan, tiles, k // 128)
 
 
-def _matmul_config(traits: Traits, tile: _Tile, plan: _Plan) -> MatmulConfig | None:
+def _matmul_config(traits: Traits, tile: Tile, plan: Plan) -> MatmulConfig | None:
     """The tile's kernel with as many stages as fit; None where too few do."""
     for stages in range(tile.stages, 1, -1):
         config = MatmulConfig(
@@ -421,7 +374,7 @@ def _matmul_config(traits: Traits, tile: _Tile, plan: _Plan) -> MatmulConfig | N
     return None
 
 
-def _work_plans(tile: _Tile, tiles: int, steps: int, sms: int) -> list[_Plan]:
+def _work_plans(tile: Tile, tiles: int, steps: int, sms: int) -> list[Plan]:
     """Even waves of fewer blocks; stream-K after waves; equal parts; clusters that fit at once."""
     slots = sms * tile.blocks_per_sm
     waves = -(-tiles // slots)
@@ -429,9 +382,10 @@ def _work_plans(tile: _Tile, tiles: int, steps: int, sms: int) -> list[_Plan]:
     plans = {(tiles // blocks, blocks, 1)}
     for whole in {tiles // slots, tiles // slots - 1 if tiles // slots == 1 else tiles // slots}:
         rest = tiles - whole * slots
-        plans.add((whole, slots if whole else min(slots, rest * steps), 1))
+        shares = rest * (steps - head_steps(whole, rest, slots, steps))
+        plans.add((whole, slots if whole else min(slots, shares), 1))
     if tiles < sms and tile.blocks_per_sm == 2:
-        plans.add((0, min(sms, tiles * steps), 1))
+        plans.add((0, min(sms, tiles * (steps - head_steps(0, tiles, sms, steps))), 1))
     parts = [s for s in range(2, 9) if tiles * s <= slots and steps >= 2 * s]
     plans |= {(0, tiles * s, 1) for s in parts}
     narrow = tile.consumers * tile.row_mmas == 2 and tile.block_m <= 128
@@ -441,12 +395,10 @@ def _work_plans(tile: _Tile, tiles: int, steps: int, sms: int) -> list[_Plan]:
         # Two slots an SM, half of them free: a cluster of four finds its place in any GPC.
         plans.add((0, tiles * 4, 4))
     cut = {(0, tiles * s, 1): s for s in parts if tile.block_m <= 128}
-    return [
-        _Plan(waves=p[0], blocks=p[1], cluster=p[2], parts=cut.get(p, 1)) for p in sorted(plans)
-    ]
+    return [Plan(waves=p[0], blocks=p[1], cluster=p[2], parts=cut.get(p, 1)) for p in sorted(plans)]
 
 
-def _matmul_cost(tile: _Tile, tiles: int, steps: int, plan: _Plan, sms: int) -> float:
+def _matmul_cost(tile: Tile, tiles: int, steps: int, plan: Plan, sms: int) -> float:
     rest = tiles - plan.waves * plan.blocks
     share = plan.waves * steps + -(-rest * steps // plan.blocks)
     busy = min(plan.blocks / sms, tile.blocks_per_sm)

@@ -9,6 +9,7 @@ Three layouts are made at load, each where it is the fastest:
   in the activation's dtype: bf16 activations, 4 bits, symmetric, scales that bf16 holds. Without
   bags also for one row;
 - many rows: the weight widened once, and a plain matmul.
+All lie in large pages (core/large_pages), read from end to end as they are.
 What a layer's first call works out (views, starts of bags) is kept in `Prepared.memo`.
 Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
 one row, bf16 ahead from 16 rows. AVX2: docs/w4a16.md (bf16 is emulated there for more than one
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ridgeline.core.large_pages import in_large_pages
 from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cpu_bags
 from ridgeline.kernels.w4a16.cpu_bags import Bags
@@ -97,7 +99,8 @@ def prepare(
 ) -> tuple[torch.Tensor, ...]:
     """The wide weight [N, K], then Bags where they can be made, then _Int4 likewise."""
     wide_dtype = dtype if dtype == torch.float32 or _wide_is_fast(dtype) else torch.float32
-    tensors: tuple[torch.Tensor, ...] = (weight.dequantize(dtype).to(wide_dtype),)
+    wide_NK = weight.dequantize(dtype).to(wide_dtype)
+    tensors: tuple[torch.Tensor, ...] = (in_large_pages(wide_NK),)
     int4 = int4_refusal(weight, dtype) is None
     if cpu_bags.refusal(weight) is None and not (int4 and has_fast_bf16()):
         tensors += cpu_bags.pack(weight)
@@ -113,7 +116,7 @@ def _pack_int4(weight: QuantizedWeight, dtype: torch.dtype) -> _Int4:
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_NK.to(torch.int32), 1)
     scale_RN = weight.scale_NR.T.to(dtype)
     scale_zero = torch.stack([scale_RN, torch.zeros_like(scale_RN)], dim=-1).contiguous()
-    return _Int4(words, scale_zero, order_K)
+    return _Int4(in_large_pages(words), in_large_pages(scale_zero), order_K)
 
 
 def _wide_is_fast(dtype: torch.dtype) -> bool:

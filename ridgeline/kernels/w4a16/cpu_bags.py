@@ -10,8 +10,9 @@ next ones, so that memory is read in order, once for all rows; a row ends in the
 
     table[chunk slots + slot] = codes of the chunk's outputs of the input in that slot, then 1.0, -z
 
-Zero points are one more input of each group: its codes are the group's zero points, its activation
-minus the sum of the group's. Any width up to 8 bits, group size, scale dtype, zero point and
+Zero points are taken off the codes at load; where a byte cannot hold the difference (8 bits) they
+are one more input of each group: its codes are the group's zero points, its activation minus the
+sum of the group's. Any width up to 8 bits, group size, scale dtype, zero point and
 act-order; inputs are sorted by group at load, so groups of uneven size are bags of uneven size.
 Bound by N K (1 + 8 / CHUNK) bytes. Numerics: everything in fp32, the scale multiplies the group's
 sum; one-hot activations give scale * (code - zero) rounded once.
@@ -29,6 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ridgeline.core.large_pages import in_large_pages
 from ridgeline.formats.base import QuantizedWeight
 
 CHUNK = 96
@@ -48,7 +50,7 @@ Scratch = dict[tuple[int, int, int], torch.Tensor]
 
 class Bags(NamedTuple):
     """A weight as bags; C chunks of c outputs, R groups, S slots: an input each, and one a group
-    where there are zero points."""
+    where zero points are apart."""
 
     table: torch.Tensor
     """uint8 [C S, c + 8]."""
@@ -89,7 +91,7 @@ def has_bags() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _counting(count: int) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32)
+    return in_large_pages(torch.arange(count, dtype=torch.int32))
 
 
 def pack(weight: QuantizedWeight) -> Bags:
@@ -98,16 +100,16 @@ def pack(weight: QuantizedWeight) -> Bags:
     R = weight.scale_NR.shape[1]
     width = -(-N // (8 * -(-N // CHUNK))) * 8  # at most CHUNK, with little padding
     C = -(-N // width)
-    middle = 2 ** (weight.bits - 1)
     groups_K = weight.groups_K()
-    code_NS, order_K = weight.code_NK, torch.empty(0, dtype=torch.int64)
+    code_NS, zero_NR, middle = _codes(weight, groups_K)
+    order_K = torch.empty(0, dtype=torch.int64)
     if weight.group_of_K is not None:
         order_K = torch.argsort(groups_K, stable=True)
         code_NS = code_NS[:, order_K]
     sizes_R = slots_R = torch.bincount(groups_K, minlength=R)
-    if weight.zero_NR is not None:
+    if zero_NR is not None:
         slots_R = sizes_R + 1
-        codes = torch.cat([code_NS, weight.zero_NR.to(torch.uint8)], dim=1)
+        codes = torch.cat([code_NS, zero_NR], dim=1)
         code_NS = codes[:, _interleaved(sizes_R)]
     S = code_NS.shape[1]
     padded = F.pad(code_NS, (0, 0, 0, C * width - N), value=middle)
@@ -115,13 +117,27 @@ def pack(weight: QuantizedWeight) -> Bags:
     table = torch.cat([padded.view(C, width, S).transpose(1, 2), ending], dim=2)
     starts_CR = torch.arange(C)[:, None] * S + slots_R.cumsum(0)
     return Bags(
-        table=table.reshape(C * S, -1),
+        table=in_large_pages(table.reshape(C * S, -1)),
         index=_counting(C * S),
         offsets=F.pad(starts_CR.flatten(), (1, 0)).to(torch.int32),
-        scale_CRc=_by_chunk(weight.scale_NR.float(), width),
+        scale_CRc=in_large_pages(_by_chunk(weight.scale_NR.float(), width)),
         sizes_R=sizes_R,
         order_K=order_K,
     )
+
+
+def _codes(
+    weight: QuantizedWeight, groups_K: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Bytes [N, K], the zero points that are not in them, what the kernel takes off: with up to 7
+    bits a byte holds 2^bits + code - zero, so that zero points cost nothing."""
+    if weight.zero_NR is None:
+        return weight.code_NK, None, 2 ** (weight.bits - 1)
+    zero_NR = weight.zero_NR.to(torch.uint8)
+    if weight.bits > 7:
+        return weight.code_NK, zero_NR, 2 ** (weight.bits - 1)
+    middle = 2**weight.bits
+    return weight.code_NK + (middle - zero_NR)[:, groups_K], None, middle
 
 
 def _interleaved(sizes_R: torch.Tensor) -> torch.Tensor:
@@ -140,10 +156,11 @@ def thread_scratch(sizes: tuple[int, int, int]) -> torch.Tensor:
     """The calling thread's own memory for spread activations."""
     if (scratch := getattr(_of_thread, "scratch", None)) is None:
         scratch = _of_thread.scratch = {}
-    return _scratch_of(scratch, sizes)
+    return scratch_of(scratch, sizes)
 
 
-def _scratch_of(scratch: Scratch, sizes: tuple[int, int, int]) -> torch.Tensor:
+def scratch_of(scratch: Scratch, sizes: tuple[int, int, int]) -> torch.Tensor:
+    """Memory for spread activations, made where there is none."""
     if (found := scratch.get(sizes)) is None:
         with torch.inference_mode(False):  # else nobody outside that mode could write to it
             found = scratch[sizes] = torch.empty(sizes)
@@ -168,13 +185,6 @@ def _starts(bags: Bags, rows: int) -> torch.Tensor:
     return torch.cat([(first + bags.offsets[:R]).flatten(), last])
 
 
-def row_function(bags: Bags, n: int, scratch: Scratch) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x_1K -> out_1N fp32, with memory of the caller's, shared by layers of a size."""
-    rows = Rows(bags, n, 1)
-    spread_CMS = _scratch_of(scratch, rows.sizes)
-    return lambda x_1K: rows(x_1K, spread_CMS)
-
-
 class Rows:
     """The product of a number of rows with a weight, prepared for whoever asks often: as few
     operations as will do.
@@ -190,10 +200,17 @@ class Rows:
         self._table, self._order_K, self._n = bags.table, bags.order_K, n
         self._index = bags.index if rows == 1 else _index(C, rows, S)
         self._starts = _starts(bags, rows)
-        self._scale_C1Rc, self._sums_shape = bags.scale_CRc[:, None], (C, rows, R, width)
+        self._scale_C1Rc = bags.scale_CRc[:, None]
+        self.sums_shape = C, rows, R, width
+        """Of what `of_spread` gives."""
         self._in_order, self._padded = not bags.order_K.numel(), C * width != n
         self._with_zeros = _with_group_sums(bags, rows) if bags.has_zeros else None
         self._bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the slots of a chunk are the inputs as they come: a caller may spread them."""
+        return self._in_order and self._with_zeros is None
 
     def __call__(self, x_MK: torch.Tensor, spread_CMS: torch.Tensor) -> torch.Tensor:
         """out_MN fp32 of x_MK in any float dtype; spread_CMS: fp32, not in use by another call."""
@@ -202,17 +219,22 @@ class Rows:
         if self._with_zeros is not None:
             x_MK = self._with_zeros(x_MK)
         spread_CMS.copy_(x_MK)
-        weights = spread_CMS.view(-1)
-        sums = self._bag(
-            self._table, self._index, self._starts, False, 0, False, weights, None, True
-        )
-        out_CMc = sums.view(self._sums_shape).mul_(self._scale_C1Rc).sum(2)
+        parts_CMRc = self.of_spread(spread_CMS.view(-1))
+        out_CMc = parts_CMRc.squeeze(2) if self.sums_shape[2] == 1 else parts_CMRc.sum(2)
         rows = self.sizes[1]
         if rows == 1:
             out_MN = out_CMc.view(1, -1)
         else:
             out_MN = out_CMc.transpose(0, 1).reshape(rows, -1)
         return out_MN[:, : self._n] if self._padded else out_MN
+
+    def of_spread(self, weights: torch.Tensor) -> torch.Tensor:
+        """Each group's part of the outputs [C, M, R, c], of spread activations [C M S]: their sum
+        over the groups is the product."""
+        sums = self._bag(
+            self._table, self._index, self._starts, False, 0, False, weights, None, True
+        )
+        return sums.view(self.sums_shape).mul_(self._scale_C1Rc)
 
 
 def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:

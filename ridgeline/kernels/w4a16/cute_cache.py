@@ -25,6 +25,7 @@ _SOURCES = (
     "cute_stream.py",
     "cute_matmul.py",
     "cute_parts.py",
+    "schedule.py",
     "cute_epilogue.py",
     "cute_ptx.py",
 )

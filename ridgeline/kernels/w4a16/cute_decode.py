@@ -438,6 +438,8 @@ def decode_kernel(
             if fetch_unit >= count:
                 fetch_unit = Int32(0)
                 fetch_tile += step
+        if cutlass.const_expr(cfg.lean):
+            cpasync.prefetch_descriptor(tma[0])
         ptx.wait_previous_grid()
         dynamic = smem + cfg.dynamic_offset
         act_mbar = smem + act_bar + warp * 8

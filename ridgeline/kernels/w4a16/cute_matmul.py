@@ -12,9 +12,11 @@ Bytes a tile and 64 inputs: block_n 32 of codes, block_m 128 of activations. Bou
 cores above some 128 rows; below by issue slots and by the re-reading of activations from L2.
 
 Work: tiles go round the persistent blocks in waves; the last, uneven waves are cut along K into
-equal shares (stream-K, Osama et al. 2023). A tile's shares are added in the order of k by the block
-that finishes last, so results do not depend on timing. Or `split` blocks have a part of K of one
-tile each and add in shares, in the order of k (cute_parts.py).
+equal shares (stream-K, Osama et al. 2023), a block's share inside a tile first, the tile it
+finishes last (schedule.py): sums that others leave are there before they are wanted, and are read
+beside the last products. They are added in the order of k, so results do not depend on timing. Or
+`split` blocks have a part of K of one tile each and add in shares, in the order of k
+(cute_parts.py).
 
 With `cast` two blocks of a cluster walk tiles of the same rows and neighbouring outputs, and each
 brings half of the activations to both (TMA multicast): a tile of 128 x 128 wants 40 bytes a cycle
@@ -34,11 +36,18 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16 import schedule
 from ridgeline.kernels.w4a16.cute_epilogue import load_bias
 from ridgeline.kernels.w4a16.cute_parts import (
+    add_parts,
     finish_cluster,
     finish_parts,
     fragment,
+    leave_part,
+    make_parts,
+    take_part,
+    tell_left,
+    wait_for_parts,
     write_fragment,
 )
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
@@ -136,23 +145,24 @@ def decode_step(word, scales, offsets, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def segment(index, plan, first, share, cfg: cutlass.Constexpr):
-    """The index-th piece of this block's work: (tile, first step, end step, position after it).
+def segment(index, plan, share, at, cfg: cutlass.Constexpr):
+    """The index-th piece of this block's work: (tile, first step, end step, where the share goes on
+    after it); plan = (waves, steps, blocks, me), share = (its start, end and number of pieces).
 
-    Whole tiles of the waves come first; then the block's share [first, first + share) of the steps
-    of the remaining tiles, cut where a tile ends.
-    """
+    What starts inside a tile comes first, then the waves' whole tiles, then the rest of the share,
+    cut where a tile ends."""
     waves, steps, blocks, me = plan
     if cutlass.const_expr(cfg.split > 1):
         rank = me % cfg.split
-        return me // cfg.split, rank * steps // cfg.split, (rank + 1) * steps // cfg.split, first
-    tile = index * blocks + me
-    begin, end, after = Int32(0), steps, first
-    if index >= waves:
-        tile = waves * blocks + first // steps
-        begin = first % steps
-        end = cutlass.min(steps, begin + share)
-        after = first + (end - begin)
+        return me // cfg.split, rank * steps // cfg.split, (rank + 1) * steps // cfg.split, at
+    whole = index - Int32(share[0] % steps != 0)
+    tile = whole * blocks + me
+    begin, end, after = Int32(0), steps, at
+    if whole < 0 or whole >= waves:
+        tile = waves * blocks + at // steps
+        begin = at % steps
+        end = cutlass.min(steps, begin + share[1] - at)
+        after = at + end - begin
     return tile, begin, end, after
 
 
@@ -243,11 +253,11 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
     The weights of the first stages are asked for before the previous kernel of the stream has
     ended; activations after it has.
     """
-    plan, first_share, tiles_mn = work
-    first, share, count = first_share
+    plan, share, tiles_mn, _ = work
+    first, _, count = share
     early = Int32(0)
     if count > 0:
-        tile, begin, end, _ = segment(Int32(0), plan, first, share, cfg)
+        tile, begin, end, _ = segment(Int32(0), plan, share, first, cfg)
         _, out0 = tile_corner(tile, tiles_mn, cfg)
         begin = begin * (2 // cfg.halves)
         early = cutlass.min(Int32(cfg.stages), end * (2 // cfg.halves) - begin)
@@ -257,11 +267,9 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
     if cutlass.const_expr(cfg.cast > 1):
         ptx.cluster_wait()
     stage, parity = Int32(0), Int32(1)
-    at, left = first, share
+    at = first
     for index in cutlass.range(count, unroll=1):
-        tile, begin, end, after = segment(index, plan, at, left, cfg)
-        left = left - (after - at)
-        at = after
+        tile, begin, end, at = segment(index, plan, share, at, cfg)
         row0, out0 = tile_corner(tile, tiles_mn, cfg)
         per = 2 // cfg.halves
         for step in cutlass.range(begin * per, end * per, unroll=1):
@@ -357,45 +365,6 @@ def multiply(mma, acc, tA, tB, part, fresh, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def share_out(acc, place, workspace, slot, cfg: cutlass.Constexpr):
-    """Leave a partial tile in the workspace."""
-    thread = place[0] * 128 + place[1] * 32 + place[2]
-    per_mma = cfg.block_m // 2
-    base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
-    for mi in cutlass.range_constexpr(cfg.row_mmas):
-        for j in cutlass.range_constexpr(per_mma // 4):
-            values = [acc[mi][4 * j + e] for e in range(4)]
-            ptx.stg128f(base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048), values)
-
-
-@cute.jit
-def gather_parts(acc, place, workspace, parts, cfg: cutlass.Constexpr):
-    """Sum of all parts of a tile in order of k; parts = (first block, how many, which of the
-    `cast` blocks of each)."""
-    block_first, num_parts, which = parts
-    thread = place[0] * 128 + place[1] * 32 + place[2]
-    per_mma = cfg.block_m // 2
-    for mi in cutlass.range_constexpr(cfg.row_mmas):
-        for i in cutlass.range_constexpr(per_mma):
-            acc[mi][i] = Float32(0.0)
-    # Several parts' loads in flight where registers allow.
-    together = 2 if cfg.block_m * cfg.row_mmas <= 32 else 1
-    for first in cutlass.range(0, num_parts, together, unroll=1):
-        for mi in cutlass.range_constexpr(cfg.row_mmas):
-            values = []
-            for more in cutlass.range_constexpr(together):
-                part = first + more
-                slot = 2 * ((block_first + part) * cfg.cast + which) + Int32(part == 0)
-                base = workspace + Int64(slot) * (cfg.block_n * cfg.block_m * 4) + thread * 16
-                for j in cutlass.range_constexpr(per_mma // 4):
-                    at = base + (mi * (per_mma // 4) + j) * (cfg.consumers * 2048)
-                    values += ptx.ldg128f(at, Int32(part < num_parts))
-            for more in cutlass.range_constexpr(together):
-                for i in cutlass.range_constexpr(per_mma):
-                    acc[mi][i] = acc[mi][i] + values[more * per_mma + i]
-
-
-@cute.jit
 def wait_group_of(wg):
     """All threads of one consumer warpgroup."""
     cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
@@ -439,12 +408,6 @@ def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def share_start(block, total, blocks):
-    """First step of a block's share of the remaining tiles."""
-    return (block * total) // blocks
-
-
-@cute.jit
 def make_registers(mma, cfg: cutlass.Constexpr):
     """Accumulators (as products want them, and flat) and two sets of operand registers."""
     shape = mma.partition_shape_C((64, cfg.block_m))
@@ -458,32 +421,6 @@ def make_registers(mma, cfg: cutlass.Constexpr):
         narrow = cute.recast_tensor(own, DTYPE[cfg.kind])
         operands.append(cute.make_tensor(narrow.iterator, cute.make_layout(operand_shape)))
     return acc, flat, words, operands
-
-
-@cute.jit
-def finish_shared(flat, place, tile, span, scratch, work, cfg: cutlass.Constexpr):
-    """Leave this block's part of a tile; if it is the last to arrive, take the sum: 1, else 0."""
-    plan, _, tiles_mn = work
-    waves, steps, blocks, me = plan
-    workspace, counters, flag = scratch
-    wg, warp, lane = place
-    total = (tiles_mn[0] * tiles_mn[1] - waves * blocks) * steps
-    start = (tile - waves * blocks) * steps
-    b0 = owner(start, total, blocks)
-    b1 = owner(start + steps - 1, total, blocks)
-    which = tiles_mn[2]
-    share_out(flat, place, workspace, 2 * (me * cfg.cast + which) + Int32(span == 0), cfg)
-    wait_group_of(wg)
-    leader = Int32(warp * 32 + lane == 0)
-    number = (tile - waves * blocks) * cfg.cast + which
-    counter = counters + Int64(number * cfg.consumers + wg) * 4
-    old = ptx.arrive_counter(counter, b1 - b0, leader)
-    ptx.sts32(flag + wg * 4, old, leader)
-    wait_group_of(wg)
-    last = Int32(ptx.lds32(flag + wg * 4) == b1 - b0)
-    if last != 0:
-        gather_parts(flat, place, workspace, (b0, b1 - b0 + 1, which), cfg)
-    return last
 
 
 @cute.jit
@@ -505,20 +442,31 @@ def release(mbar, lane, done, cfg: cutlass.Constexpr):
 @cute.jit
 def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
     """A consumer warpgroup: products of all the block's segments, then their tiles."""
-    plan, first_share, tiles_mn = work
+    plan, share, tiles_mn, _ = work
     steps = plan[1]
     weights_smem, bars = smem
-    first, share, count = first_share
     lane = place[2]
     acc, flat, words, operands = make_registers(mma, cfg)
+    parts = make_parts(work, scratch, place, cfg)
+    taken = cute.make_rmem_tensor((cfg.block_m // 2 if cfg.takes_early else 1,), Float32)
     stage, parity = Int32(0), Int32(0)
-    at, left = first, share
-    for index in cutlass.range(count, unroll=1):
-        tile, begin, end, after = segment(index, plan, at, left, cfg)
-        left = left - (after - at)
-        at = after
+    at, left_open = share[0], Int32(0)
+    for index in cutlass.range(share[2], unroll=1):
+        tile, begin, end, at = segment(index, plan, share, at, cfg)
+        finishes_shared = Int32(begin == 0) & Int32(end < steps)
         before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
+            if cutlass.const_expr(cfg.split == 1):
+                if left_open > 0:
+                    if step > begin:
+                        # what was stored a step ago has arrived: the fence before this is short
+                        tell_left(parts)
+                        left_open = Int32(0)
+            if cutlass.const_expr(cfg.takes_early):
+                if finishes_shared > 0:
+                    if step == end - 1:
+                        wait_for_parts(parts)
+                        take_part(taken, parts, Int32(1), 0, cfg)
             for part in cutlass.range_constexpr(2 // cfg.halves):
                 ptx.mbar_wait(bars + stage * 8, parity)
                 slot = weights_smem + stage * cfg.slot_bytes
@@ -557,31 +505,29 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
             number = plan[3] // cfg.parts * cfg.cast + tiles_mn[2]
             finish_parts(flat, place, (number, plan[3] % cfg.parts), scratch, corner, dst, cfg)
         else:
-            complete = Int32(1)
-            if end - begin < steps:
-                complete = finish_shared(flat, place, tile, begin, scratch, work, cfg)
-            if complete != 0:
+            if left_open > 0:
+                tell_left(parts)
+                left_open = Int32(0)
+            if begin > 0:
+                leave_part(flat, parts, cfg)
+                left_open = Int32(1)
+            else:
+                if finishes_shared > 0:
+                    add_parts(flat, taken, parts, cfg)
                 if cutlass.const_expr(cfg.silu_mul):
                     write_direct(flat, place, corner, dst, cfg)
                 else:
                     write_tile(flat, place, store, corner, dst, cfg)
+    if cutlass.const_expr(cfg.split == 1):
+        if left_open > 0:
+            tell_left(parts)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def owner(position, total, blocks):
-    """The block whose share of the remaining steps holds a position."""
-    block = (position * blocks) // total
-    while share_start(block + 1, total, blocks) <= position:
-        block = block + 1
-    while share_start(block, total, blocks) > position:
-        block = block - 1
-    return block
-
-
-@cute.jit
-def share_of_work(M, blocks_n, chunks, waves, cfg: cutlass.Constexpr):
-    """((waves, steps, blocks, me), (first step, steps, segments), `tile_corner`'s tiles).
+def share_of_work(M, blocks_n, chunks, waves, head, cfg: cutlass.Constexpr):
+    """((waves, steps, blocks, me), (share's start, end, pieces), `tile_corner`'s tiles, what is
+    left for shares: (tiles, head)).
 
     With `cast`, blocks and tiles are counted in pairs."""
     block, _, _ = cute.arch.block_idx()
@@ -591,16 +537,17 @@ def share_of_work(M, blocks_n, chunks, waves, cfg: cutlass.Constexpr):
     tiles_m = (M + cfg.block_m - 1) // cfg.block_m
     width = cfg.block_n * cfg.cast
     tiles_n = (blocks_n * 32 + width - 1) // width
-    tiles = (tiles_m, tiles_n, block % cfg.cast)
+    plan, tiles = (waves, steps, blocks, me), (tiles_m, tiles_n, block % cfg.cast)
     if cutlass.const_expr(cfg.split > 1):
-        return (waves, steps, blocks, me), (Int32(0), Int32(0), Int32(1)), tiles
-    total = (tiles_m * tiles_n - waves * blocks) * steps
-    first = share_start(me, total, blocks)
-    share = share_start(me + 1, total, blocks) - first
-    count = waves
-    if share > 0:
-        count = waves + (first + share - 1) // steps - first // steps + 1
-    return (waves, steps, blocks, me), (first, share, count), tiles
+        return plan, (Int32(0), Int32(0), Int32(1)), tiles, (Int32(0), head)
+    left = tiles_m * tiles_n - waves * blocks
+    first, end, count = Int32(0), Int32(0), waves
+    if left > 0:
+        first = schedule.start_of(me, left, blocks, steps, head)
+        end = schedule.start_of(me + 1, left, blocks, steps, head)
+        if end > first:
+            count = waves + (end - 1) // steps - first // steps + 1
+    return plan, (first, end, count), tiles, (left, head)
 
 
 @cute.kernel
@@ -609,18 +556,17 @@ def matmul_kernel(
     cfg: cutlass.Constexpr,
 ):  # fmt: skip
     """tma, tensors = (act, words, scales[, zeros], out); pointers = (bias, out, workspace,
-    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, elements between rows of
-    out)."""
+    counters); sizes = (M, N, 32-output blocks, chunks of 64, whole waves, schedule.py's head,
+    elements between rows of out)."""
     bias, out, workspace, counters = pointers
-    M, N, blocks_n, chunks, waves, out_stride = sizes
+    M, N, blocks_n, chunks, waves, head, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
     base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
     bars = Int32(base.toint())
-    flag = bars + 2 * cfg.stages * 8
-    there = flag + 16
+    there = bars + 2 * cfg.stages * 8
     dtype = DTYPE[cfg.kind]
     # [barriers | activations | output tile | weights], each part at a multiple of 1024 or 128
     sA = cute.make_tensor(
@@ -645,12 +591,15 @@ def matmul_kernel(
         if cutlass.const_expr(cfg.cluster > 1):
             own = (cfg.fragments - block % cfg.cluster + cfg.cluster - 1) // cfg.cluster
             ptx.mbar_expect(there, own * ((cfg.cluster - 1) * 512), Int32(1))
+    if warp == 0:
+        cpasync.prefetch_descriptor(tma[0])
+        cpasync.prefetch_descriptor(tma[-1])
     cute.arch.sync_threads()
     if cutlass.const_expr(cfg.cluster * cfg.cast > 1):
         ptx.cluster_arrive()
     ptx.launch_next_grid()
 
-    work = share_of_work(M, blocks_n, chunks, waves, cfg)
+    work = share_of_work(M, blocks_n, chunks, waves, head, cfg)
     if warp >= cfg.consumers * 4:
         if cutlass.const_expr(cfg.reallocates):
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
@@ -702,7 +651,7 @@ def matmul_kernel(
         consume(
             work, (bars + weights_at, bars), mma, tB,
             (tma[-1], source, target, bars + tile_at, there), (bias, N, out, M, out_stride),
-            (workspace, counters, flag), (warp // 4, warp % 4, lane), cfg,
+            (workspace, counters), (warp // 4, warp % 4, lane), cfg,
         )  # fmt: skip
 
 
@@ -710,7 +659,7 @@ def matmul_kernel(
 def launch_matmul(
     act: cute.Tensor, words: cute.Tensor, scales: cute.Tensor, zeros: cute.Tensor,
     out: cute.Tensor, bias: Int64, out_at: Int64, workspace: Int64, counters: Int64,
-    waves: Int32, blocks: Int32, stream, cfg: cutlass.Constexpr,
+    waves: Int32, head: Int32, blocks: Int32, stream, cfg: cutlass.Constexpr,
 ):  # fmt: skip
     """Launch on a stream. act [M, K], words int32 [N / 32, 4 K], scales and zeros [N / 32, 32 R],
     out [M, N], all contiguous in their last dim; zeros is any such tensor where there are none."""
@@ -741,7 +690,7 @@ def launch_matmul(
         (bias, out_at, workspace, counters),
         (
             act.shape[0], out.shape[1] * (1 + cfg.silu_mul), words.shape[0],
-            words.shape[1] // 256, waves, Int32(out.stride[0]),
+            words.shape[1] // 256, waves, head, Int32(out.stride[0]),
         ),
         cfg,
     ).launch(
@@ -767,7 +716,7 @@ def trace(config: MatmulConfig, architecture: str):
         fake_matrix(cutlass.Uint8, 32),
         fake_matrix(dtype, 8),
         *[Int64(0)] * 4,
-        *[Int32(1)] * 2,
+        *[Int32(1)] * 3,
         make_fake_stream(),
         config,
         options=f"--enable-tvm-ffi --gpu-arch {architecture}",

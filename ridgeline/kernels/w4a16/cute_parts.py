@@ -1,10 +1,15 @@
 """How Hopper's WGMMA kernel adds the parts of K of a tile that several blocks share.
 
-Every block owns a share of the tile's fragments (16 outputs x 8 rows, a warp's quads): it sends the
-others theirs, waits for its own, adds them in the order of k and writes them. In a cluster the sums
-go to the owner's shared memory, where a barrier counts their bytes; otherwise through global
-memory: each block moves (parts - 1) / parts of a tile each way, where a last block that adds alone
-would read all of it parts times (256 KB at 64 rows in 8 parts, some 3.5 us).
+Blocks that have equal parts of K and end together: every block owns a share of the tile's fragments
+(16 outputs x 8 rows, a warp's quads): it sends the others theirs, waits for its own, adds them in
+the order of k and writes them. In a cluster the sums go to the owner's shared memory, where a
+barrier counts their bytes; otherwise through global memory: each block moves (parts - 1) / parts of
+a tile each way, where a last block that adds alone would read all of it parts times (256 KB at 64
+rows in 8 parts, some 3.5 us).
+
+Blocks with uneven shares (schedule.py): all but the one with a tile's first steps leave their sums
+in a place of their own long before it ends, and it adds them alone. No warp waits for another of
+its block: a warp of the tile's last block needs the same warp of the others.
 
 Legend: f a warp's fragment, number its first one's place in the tile, place = (warpgroup, warp,
 lane).
@@ -14,9 +19,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ridgeline.kernels.w4a16 import cute_ptx as ptx
+from ridgeline.kernels.w4a16 import schedule
 from ridgeline.kernels.w4a16.cute_epilogue import write_rows
 
 
@@ -85,7 +91,7 @@ def finish_parts(acc, place, of_tile, scratch, corner, dst, cfg: cutlass.Constex
     A warp waits for the same warp of the tile's other blocks: a counter goes up to `parts` as they
     have stored, and on to 2 parts, which is 0, as they have seen it."""
     wg, warp, lane = place
-    workspace, counters, _ = scratch
+    workspace, counters = scratch
     tile, rank = of_tile
     mine = wg * 4 + warp
     number = mine * cfg.warp_fragments
@@ -110,3 +116,84 @@ def finish_parts(acc, place, of_tile, scratch, corner, dst, cfg: cutlass.Constex
             ]
             total = in_order(fragment(acc, f, cfg), rank, others, cfg)
             write_fragment(total, f, place, corner, dst, cfg)
+
+
+@cute.jit
+def make_parts(work, scratch, place, cfg: cutlass.Constexpr):
+    """Where a lane leaves and takes sums: (place of a block's sums 0, bytes between blocks' places,
+    this block's number, counter of the tile it leaves sums of, of the one it finishes, how many
+    leave sums of that one, whether this is its warp's first lane)."""
+    plan, share, tiles_mn, (left, head) = work
+    _, steps, blocks, me = plan
+    workspace, counters = scratch
+    wg, warp, lane = place
+    which = tiles_mn[2]
+    own = wg * 4 + warp
+    pitch = cfg.cast * (cfg.fragments * 512)
+    base = workspace + which * (cfg.fragments * 512) + own * (cfg.warp_fragments * 512) + lane * 16
+    leaves, finishes = share[0] // steps, (share[1] - 1) // steps
+    others, start = Int32(0), share[1]
+    end = cutlass.min((finishes + 1) * steps, left * steps)
+    while start < end:
+        others = others + 1
+        start = schedule.start_of(me + 1 + others, left, blocks, steps, head)
+    at = [(tile * cfg.cast + which) * (4 * cfg.consumers) + own for tile in (leaves, finishes)]
+    at = [counters + Int64(i) * 4 for i in at]
+    return base, pitch, me, at[0], at[1], others, Int32(lane == 0)
+
+
+@cute.jit
+def leave_part(acc, parts, cfg: cutlass.Constexpr):
+    """Store a warp's sums of a tile that another block finishes."""
+    base, pitch, me, _, _, _, _ = parts
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        ptx.stg128f(base + Int64(me) * pitch + f * 512, fragment(acc, f, cfg))
+
+
+@cute.jit
+def tell_left(parts):
+    """Count the warp's sums that `leave_part` stored."""
+    cute.arch.sync_warp()
+    ptx.arrive_counter(parts[3], 1 << 20, parts[6])
+
+
+@cute.jit
+def wait_for_parts(parts):
+    """Wait until all others have left their sums; set the counter back."""
+    _, _, _, _, counter, others, leader = parts
+    ptx.wait_counter(counter, others, leader)
+    cute.arch.sync_warp()
+    ptx.leave_counter(counter, others, leader)
+
+
+@cute.jit
+def take_part(values, parts, after, first: cutlass.Constexpr, cfg: cutlass.Constexpr):
+    """Load the warp's fragments from `first` on of the sums that the block `after` this one left:
+    as many as `values` holds."""
+    base, pitch, me, _, _, _, _ = parts
+    at = base + Int64(me + after) * pitch + first * 512
+    for f in cutlass.range_constexpr(cute.size(values) // 4):
+        quad = ptx.ldg128f(at + f * 512)
+        for e in cutlass.range_constexpr(4):
+            values[4 * f + e] = quad[e]
+
+
+@cute.jit
+def add_parts(acc, taken, parts, cfg: cutlass.Constexpr):
+    """Add the others' sums in the order of k; `taken` holds the first other's if they are taken
+    early."""
+    others = parts[5]
+    per_mma = cfg.block_m // 8
+    if cutlass.const_expr(cfg.takes_early):
+        for i in cutlass.range_constexpr(4 * per_mma):
+            acc[0][i] = acc[0][i] + taken[i]
+    else:
+        wait_for_parts(parts)
+    count = min(per_mma, 16)
+    values = cute.make_rmem_tensor((4 * count,), Float32)
+    for after in cutlass.range(1 + cfg.takes_early, others + 1, unroll=1):
+        for first in cutlass.range_constexpr(0, cfg.warp_fragments, count):
+            take_part(values, parts, after, first, cfg)
+            for i in cutlass.range_constexpr(4 * count):
+                mi, at = first // per_mma, 4 * (first % per_mma) + i
+                acc[mi][at] = acc[mi][at] + values[i]

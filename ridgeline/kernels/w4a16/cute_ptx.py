@@ -375,6 +375,12 @@ def cluster_arrive(*, loc=None, ip=None):
 
 
 @dsl_user_op
+def cluster_arrive_releasing(*, loc=None, ip=None):
+    """Arrive at the cluster's barrier after all that this thread has read and written."""
+    _asm(None, [], "barrier.cluster.arrive.release;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
 def cluster_wait(*, loc=None, ip=None):
     """Wait until every thread of the cluster that has not ended has arrived."""
     _asm(None, [], "barrier.cluster.wait.acquire;", "~{memory}", loc, ip)

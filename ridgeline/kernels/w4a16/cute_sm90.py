@@ -38,7 +38,7 @@ from ridgeline.kernels.w4a16.layout import (
 )
 from ridgeline.kernels.w4a16.prepared import Prepared
 
-_MAX_COUNTERS = 4096
+_MAX_COUNTERS = 8192
 
 
 def prepare(
@@ -211,6 +211,7 @@ def matmul(
         workspace.data_ptr(),
         counters.data_ptr(),
         launch.waves,
+        launch.head,
         launch.blocks,
         _stream(),
     )

@@ -2,24 +2,27 @@
 
     out[m, n] = sum_k act[m, k] * scale[n, group] * (code[n, k] - zero[n, group])  (+ bias[n])
 
-A block has 32 tiles n_warps outputs and a part of K, which comes in `steps` of k_warps x units
-units (of 128 inputs, or a group): rings of `stages` steps of codes and `act_stages` of activations,
-refilled warp by warp. Codes are asked for before griddepcontrol.wait; a small layer's lie in shared
-memory whole (one step), and what is left after the wait is activations, products and sums. Bound
-by the latency of that chain, in it by the activations' way from L2 (every block brings 32 bytes an
-input at 16 rows), and by the warps at work (16 an SM decode as fast as memory brings codes, 8 do
-not).
+A block has 32 tiles n_warps outputs and k_warps x units units of K (of 128 inputs, or a group), all
+of which lie in its shared memory. Codes are asked for before griddepcontrol.wait; what is left
+after it is activations, products and sums. Bound by the latency of that chain, in it by the
+activations' way from L2 (every block brings 32 bytes an input at 16 rows; with `cast` two blocks of
+neighbouring outputs share the way), and by the warps at work.
 
-A warp has a unit's activations in registers for all its outputs. At the end the warps that share
-outputs add their sums through shared memory, then the blocks of the cluster in each other's, a
-share of the tile each; a barrier there counts the bytes, which spares the cluster's barriers and
-their fences of the whole device. Order of additions: fixed by the config and K.
+Where two blocks fit a multiprocessor the next layer's codes come beside, if every multiprocessor
+has a block of each layer: columns are repeated to that end (config.py). With `held` they do with
+64 outputs and half of K at 16 rows: half of the codes wait in registers, and half of the
+activations come where those lay.
+
+A warp has a unit's activations in registers for all its outputs, all units' if they fit. At the end
+the warps that share outputs add their sums through shared memory, then the blocks of the cluster in
+each other's, a share of the tile each; a barrier there counts the bytes, which spares the cluster's
+barriers and their fences of the whole device. Order of additions: fixed by the config and K.
 
 Codes enter mma.sync (m16n8k16) as they lie: masked nibbles are subnormal numbers, q 2^-133 in bf16
 (activations are multiplied by 2^64, which keeps sums normal) and q 2^-24 in fp16; nibbles of rows
-g + 8 lie four bits higher and are worth 16 times as much. The accumulator starts at minus the zero
-point times the group's sum of activations, and the scale multiplies it in fp32: no weight is ever
-rounded; with one-hot activations every step is exact.
+g + 8 lie four bits higher and are worth 16 times as much. Minus the zero point times the group's
+sum of activations joins a group's products at the end, and the scale multiplies them in fp32: no
+weight is ever rounded; with one-hot activations every step is exact.
 
 Of 8 rows that TMA brings at once those that do not exist cost as much time as they were wanted:
 boxes of 1, 2 and 4 rows leave the others' shared memory as it is; sums never cross rows.
@@ -53,37 +56,36 @@ UNIT = {"bf16": BF16_UNIT, "f16": ONES["f16"]}
 
 
 @cute.jit
-def ask_for_weights(src, tile, unit, at, mbar, cfg: cutlass.Constexpr):
-    """One thread: start the copies of 32 outputs x the units from `unit` on: codes, scales and zero
-    points."""
+def ask_for_weights(src, tile, unit, place, mbar, cfg: cutlass.Constexpr):
+    """One thread: start the copies of 32 outputs x a warp's units from `unit` on: codes, scales and
+    zero points; place = (where codes come to, where scales do)."""
     words, scales, zeros, chunks, groups = src
     ptx.mbar_expect(mbar, cfg.tile_bytes, Int32(1))
     block = Int64(tile) * chunks + unit * cfg.unit_chunks
-    ptx.bulk_load(at, words + block * 1024, cfg.code_bytes, mbar, Int32(1))
+    ptx.bulk_load(place[0], words + block * 1024, cfg.code_bytes, mbar, Int32(1))
     group = Int64(tile) * groups
     if cutlass.const_expr(not cfg.per_channel):
         group = group + unit * cfg.unit_groups
-    scale_at = at + cfg.code_bytes
-    ptx.bulk_load(scale_at, scales + group * cfg.scale_row, cfg.scale_bytes, mbar, Int32(1))
+    ptx.bulk_load(place[1], scales + group * cfg.scale_row, cfg.scale_bytes, mbar, Int32(1))
     if cutlass.const_expr(not cfg.symmetric):
-        zero_at = scale_at + cfg.scale_bytes
+        zero_at = place[1] + cfg.scale_bytes
         ptx.bulk_load(zero_at, zeros + group * 32, cfg.zero_bytes, mbar, Int32(1))
 
 
 def box_layout(cfg, slots: int):
-    """Shared-memory layout of [rows that are brought, 64 inputs, slots] in TMA's swizzle."""
-    layout = tile_layout(cfg, slots)
-    if cfg.box_rows == 8 * cfg.nt:
-        return layout
-    outer = cute.make_layout((cfg.box_rows, 64, slots), stride=(64, 1, 512 * cfg.nt))
-    return cute.make_composed_layout(layout.inner, 0, outer)
+    """Shared-memory layout of [rows that a copy brings, 64 inputs, slots] in TMA's swizzle."""
+    outer = cute.make_layout(
+        (cfg.box_rows, 64, slots), stride=(64, 1, cfg.act_chunk_bytes // (2 * cfg.cast))
+    )
+    return cute.make_composed_layout(tile_layout(cfg, 1).inner, 0, outer)
 
 
 @cute.jit
 def partition_activations(tma, smem_base, cfg: cutlass.Constexpr):
-    """(atom, tiles of the activations, slots of shared memory)."""
+    """(atom, tiles of the activations, places of shared memory from `dynamic_offset` on)."""
     atom, tensor = tma
-    layout = box_layout(cfg, cfg.act_slots * cfg.unit_chunks)
+    bytes_there = cfg.factors_offset - cfg.dynamic_offset
+    layout = box_layout(cfg, bytes_there * cfg.cast // cfg.act_chunk_bytes)
     pointer = cute.recast_ptr(smem_base + cfg.dynamic_offset, layout.inner, dtype=DTYPE[cfg.kind])
     slots = cute.make_tensor(pointer, layout.outer)
     tiles = cute.local_tile(tensor, (cfg.box_rows, 64), (None, None))
@@ -94,27 +96,48 @@ def partition_activations(tma, smem_base, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def ask_for_activations(tiles, unit, slot, mbar, lane, cfg: cutlass.Constexpr):
-    """A warp: start the copies of a unit of all rows."""
-    atom, source, target = tiles
-    ptx.mbar_expect(mbar, cfg.unit_chunks * cfg.act_box_bytes, Int32(lane == 0))
-    cute.arch.sync_warp()
-    bar = cute.make_ptr(cutlass.Int64, mbar, cute.AddressSpace.smem, assumed_align=8)
-    for c in cutlass.range_constexpr(cfg.unit_chunks):
-        here = target[None, slot * cfg.unit_chunks + c]
-        cute.copy(atom, source[None, 0, unit * cfg.unit_chunks + c], here, tma_bar_ptr=bar)
+def act_places(warp, u: cutlass.Constexpr, cfg: cutlass.Constexpr):
+    """Where the chunks of 64 inputs of a k-warp's u-th unit of activations lie, from
+    `dynamic_offset` on."""
+    if cutlass.const_expr(cfg.held and u > 0):
+        first = cfg.act_slots * cfg.act_slot_bytes + warp * (cfg.tiles * cfg.slot_bytes)
+        of_unit = cfg.unit_chunks * 1024
+        at = [c * cfg.act_chunk_bytes for c in range(cfg.unit_chunks)]
+        return [first + i // of_unit * cfg.slot_bytes + i % of_unit for i in at]
+    slot = warp if cfg.held else warp * cfg.units + u
+    first = slot * cfg.act_slot_bytes
+    return [first + c * cfg.act_chunk_bytes for c in range(cfg.unit_chunks)]
 
 
 @cute.jit
-def read_activations(act_smem, lane, cfg: cutlass.Constexpr):
-    """Operand registers of a unit: [8 rows][32 inputs] lists of four."""
+def ask_for_activations(tiles, unit, places, mbar, who, cfg: cutlass.Constexpr):
+    """A warp: start the copies of a unit of all rows, or of half of them to two blocks; who =
+    (lane, which of the two, the cluster's blocks that get them)."""
+    atom, source, target = tiles
+    lane, which, mask = who
+    ptx.mbar_expect(mbar, cfg.act_unit_bytes, Int32(lane == 0))
+    cute.arch.sync_warp()
+    bar = cute.make_ptr(cutlass.Int64, mbar, cute.AddressSpace.smem, assumed_align=8)
+    for c in cutlass.range_constexpr(cfg.unit_chunks):
+        into = target[None, places[c] // (cfg.act_chunk_bytes // cfg.cast) + which]
+        rows = source[None, which, unit * cfg.unit_chunks + c]
+        if cutlass.const_expr(cfg.cast > 1):
+            cute.copy(atom, rows, into, tma_bar_ptr=bar, mcast_mask=mask)
+        else:
+            cute.copy(atom, rows, into, tma_bar_ptr=bar)
+
+
+@cute.jit
+def read_activations(places, lane, cfg: cutlass.Constexpr):
+    """Operand registers of a unit whose chunks of 64 inputs lie at `places`: [8 rows][32 inputs]
+    lists of four."""
     swizzled = (lane % 8) * 128 + ((lane // 8) ^ (lane % 8)) * 16
     out = []
     for n in cutlass.range_constexpr(cfg.nt):
         rows = []
         for pair in cutlass.range_constexpr(cfg.unit_k // 32):
-            at = (swizzled ^ ((pair & 1) * 64)) + (pair >> 1) * cfg.act_chunk_bytes + n * 1024
-            b = ptx.ldmatrix_x4(act_smem + at)
+            at = places[pair >> 1] + (swizzled ^ ((pair & 1) * 64)) + n * 1024
+            b = ptx.ldmatrix_x4(at)
             if cutlass.const_expr(cfg.kind == "bf16"):
                 b = [ptx.packed_mul(x, ptx.constant(BF16_2_64), cfg.kind) for x in b]
             rows.append(b)
@@ -143,30 +166,37 @@ def group_sums(acts, cfg: cutlass.Constexpr):
 
 
 @cute.jit
-def read_unit(at, u: cutlass.Constexpr, lane, cfg: cutlass.Constexpr):
-    """Codes, scales and zero points of 32 outputs x a warp's u-th unit to registers."""
+def read_codes(at, u: cutlass.Constexpr, lane, cfg: cutlass.Constexpr):
+    """Codes of 32 outputs x a warp's u-th unit to registers."""
     words = []
     for c in cutlass.range_constexpr(u * cfg.unit_chunks, (u + 1) * cfg.unit_chunks):
         for rt in cutlass.range_constexpr(2):
             words.append(ptx.lds128(at + (c * 2 + rt) * 512 + lane * 16))
-    scale_at = at + cfg.code_bytes + (lane // 4) * (cfg.scale_row // 8)
-    zero_at = at + cfg.code_bytes + cfg.scale_bytes + (lane // 4) * 4
+    return words
+
+
+@cute.jit
+def read_factors(at, u: cutlass.Constexpr, lane, cfg: cutlass.Constexpr):
+    """Scales and zero points of 32 outputs x a warp's u-th unit."""
+    scale_at = at + (lane // 4) * (cfg.scale_row // 8)
+    zero_at = at + cfg.scale_bytes + (lane // 4) * 4
     scales, zeros = [], []
     for s in cutlass.range_constexpr(cfg.unit_groups):
         row = 0 if cfg.per_channel else u * cfg.unit_groups + s
         scales.append(load_scales(scale_at + row * cfg.scale_row, cfg))
         zeros.append(None if cfg.symmetric else load_zeros(zero_at + row * 32, cfg))
-    return words, scales, zeros
+    return scales, zeros
 
 
 @cute.jit
-def multiply_unit(tot, first: cutlass.Constexpr, read, acts, sums, cfg: cutlass.Constexpr):
-    """Products of what `read_unit` read, added to tot from `first` on."""
-    words, scales, zeros = read
+def multiply_unit(tot, words, factors, acts, sums, cfg: cutlass.Constexpr):
+    """tot (None at first) with the products of a unit; the groups' offsets join at the end, so that
+    no product waits for them."""
+    scales, zeros = factors
     nt = cfg.nt
     for f in cutlass.range_constexpr(cfg.unit_k // cfg.flush_k):
         row = 0 if cfg.per_channel else f
-        acc = [[group_start(sums[f][n], zeros[row], rt, cfg) for n in range(nt)] for rt in range(2)]
+        acc = [[[Float32(0.0)] * 4 for _ in range(nt)] for _ in range(2)]
         for pair in cutlass.range_constexpr(cfg.flush_k // 32):
             for half in cutlass.range_constexpr(2):
                 step = f * (cfg.flush_k // 16) + pair * 2 + half
@@ -177,14 +207,16 @@ def multiply_unit(tot, first: cutlass.Constexpr, read, acts, sums, cfg: cutlass.
                         acc[rt][n] = ptx.mma_16816(
                             a, b[2 * half], b[2 * half + 1], acc[rt][n], cfg.kind == "bf16"
                         )
+        before, tot = tot, []
         for rt in cutlass.range_constexpr(2):
-            low, high = scales[row][2 * rt], scales[row][2 * rt + 1]
             for n in cutlass.range_constexpr(nt):
-                j = first + (rt * nt + n) * 4
-                tot[j] = tot[j] + low * acc[rt][n][0]
-                tot[j + 1] = tot[j + 1] + low * acc[rt][n][1]
-                tot[j + 2] = tot[j + 2] + high * acc[rt][n][2]
-                tot[j + 3] = tot[j + 3] + high * acc[rt][n][3]
+                offset = group_start(sums[f][n], zeros[row], rt, cfg)
+                for e in cutlass.range_constexpr(4):
+                    value = (acc[rt][n][e] + offset[e]) * scales[row][2 * rt + e // 2]
+                    if cutlass.const_expr(before is not None):
+                        value = before[(rt * nt + n) * 4 + e] + value
+                    tot.append(value)
+    return tot
 
 
 @cute.jit
@@ -209,21 +241,22 @@ def write_fragment(values, f, tile0, lane, dst, cfg: cutlass.Constexpr):
 def finish(codes, received, there, place, tile0, dst, cfg: cutlass.Constexpr):
     """Add the warps' sums, then the cluster's blocks'; every block writes a share of the tile.
 
-    `there` is the barrier that counts what the cluster's blocks have sent."""
-    warp, lane, rank = place
+    `there` is the barrier that counts what the cluster's blocks have sent; rank = (along K, which
+    of `cast` blocks)."""
+    warp, lane, (rank, which) = place
     of_warp = cfg.tiles * 2 * cfg.nt
     cute.arch.sync_threads()
     for i in cutlass.range_constexpr(-(-cfg.fragments // cfg.num_warps)):
         f = i * cfg.num_warps + warp
         if f < cfg.fragments:
             own, inside = f // of_warp, f % of_warp
-            at = codes + own * (cfg.k_warps * cfg.warp_bytes)
+            at = codes + own * (cfg.k_warps * cfg.tiles * cfg.slot_bytes)
             at = at + inside // (2 * cfg.nt) * cfg.slot_bytes
             at = at + (inside % (2 * cfg.nt)) * 512 + lane * 16
-            total = add_parts(at, cfg.warp_bytes, cfg.k_warps)
+            total = add_parts(at, cfg.tiles * cfg.slot_bytes, cfg.k_warps)
             if cutlass.const_expr(cfg.cluster > 1):
                 to = received + (rank * cfg.share + f // cfg.cluster) * 512 + lane * 16
-                ptx.sts128f_async(to, there, f % cfg.cluster, total)
+                ptx.sts128f_async(to, there, f % cfg.cluster * cfg.cast + which, total)
             else:
                 write_fragment(total, f, tile0, lane, dst, cfg)
     if cutlass.const_expr(cfg.cluster > 1):
@@ -238,78 +271,73 @@ def finish(codes, received, there, place, tile0, dst, cfg: cutlass.Constexpr):
 
 @cute.jit
 def init_barriers(smem, tid, rank, cfg: cutlass.Constexpr):
-    """[a warp's tiles of each stage | activations there | activations read | sums there]; returns
-    the last three's addresses."""
-    act_full = smem + cfg.code_barriers * 8
-    act_empty = act_full + cfg.act_slots * 8
-    there = act_empty + cfg.act_slots * 8
+    """[a warp's tiles there | its units of activations there | sums there]; returns the last two's
+    addresses."""
+    acts = smem + cfg.code_barriers * 8
+    there = acts + cfg.act_barriers * 8
     # a barrier a thread: one after the other they would be some 40 instructions of latency
     threads = 32 * cfg.num_warps
     for turn in cutlass.range_constexpr(-(-cfg.barriers // threads)):
         i = turn * threads + tid
         if i < cfg.barriers:
-            count = Int32(1)
-            if i >= cfg.code_barriers + cfg.act_slots:
-                if i < cfg.code_barriers + 2 * cfg.act_slots:
-                    count = Int32(cfg.n_warps)
-            ptx.mbar_init(smem + i * 8, count)
+            ptx.mbar_init(smem + i * 8, Int32(1))
             ptx.mbar_fence()
             if cutlass.const_expr(cfg.cluster > 1):
                 if i == cfg.barriers - 1:
                     own = (cfg.fragments - rank + cfg.cluster - 1) // cfg.cluster
                     ptx.mbar_expect(there, own * (cfg.cluster * 512), Int32(1))
     cute.arch.sync_threads()
-    return act_full, act_empty, there
+    return acts, there
 
 
 @cute.jit
-def store_sums(tot, first: cutlass.Constexpr, at, lane, cfg: cutlass.Constexpr):
+def store_sums(tot, at, lane, cfg: cutlass.Constexpr):
     """A warp's sums of 32 outputs into the place of codes that every lane has read."""
     cute.arch.sync_warp()
     for f in cutlass.range_constexpr(2 * cfg.nt):
-        ptx.sts128f(at + f * 512 + lane * 16, [tot[first + 4 * f + e] for e in range(4)])
+        ptx.sts128f(at + f * 512 + lane * 16, tot[4 * f : 4 * f + 4])
 
 
 @cute.jit
-def one_step(s, tot, mine, where, acts_of, src, cfg: cutlass.Constexpr):
-    """Products of a step; asks for what its places hold next.
+def unit_of(u: cutlass.Constexpr, acts_of, k_warp, lane, cfg: cutlass.Constexpr):
+    """A warp's u-th unit of activations, and its groups' sums, when it is there."""
+    at, bars = acts_of
+    ptx.mbar_wait(bars + (k_warp * cfg.units + u) * 8, 0)
+    acts = read_activations([at + i for i in act_places(k_warp, u, cfg)], lane, cfg)
+    return acts, group_sums(acts, cfg)
 
-    mine = (a warp's codes, their barriers); where = (its first tile, its first unit, k_warp,
-    n_warp, lane); acts_of = (first slot, barriers of slots there, read, TMA's tiles)."""
-    codes, bars = mine
-    tile, unit0, k_warp, n_warp, lane = where
-    acts_at, act_full, act_empty, act_tiles = acts_of
-    stage, phase = s % cfg.stages, (s // cfg.stages) % 2
-    act_stage, turn = s % cfg.act_stages, (s // cfg.act_stages) % 2
-    slot0 = (k_warp * cfg.act_stages + act_stage) * cfg.units
-    step_units = cfg.k_warps * cfg.units
-    for u in cutlass.range_constexpr(cfg.units):
-        full, empty = act_full + (slot0 + u) * 8, act_empty + (slot0 + u) * 8
-        ptx.mbar_wait(full, turn)
-        acts = read_activations(acts_at + (slot0 + u) * cfg.act_slot_bytes, lane, cfg)
-        if cutlass.const_expr(cfg.steps > cfg.act_stages):
-            cute.arch.sync_warp()
-            ptx.mbar_arrive(empty, Int32(lane == 0))
-        sums = group_sums(acts, cfg)
+
+@cute.jit
+def multiply_all(mine, acts_of, held, k_warp, lane, cfg: cutlass.Constexpr):
+    """All of a warp's products, sums to the codes' place; mine = (its codes, scales, barriers),
+    held = codes of the first unit, a list a tile, or None."""
+    codes, factors, bars = mine
+    if cutlass.const_expr(cfg.reads_first):
+        units = [unit_of(u, acts_of, k_warp, lane, cfg) for u in range(cfg.units)]
         for t in cutlass.range_constexpr(cfg.tiles):
-            place = stage * cfg.tiles + t
-            if cutlass.const_expr(u == 0):
-                ptx.mbar_wait(bars + place * 8, phase)
-            read = read_unit(codes + place * cfg.slot_bytes, u, lane, cfg)
-            if cutlass.const_expr(u == cfg.refill_unit):
-                cute.arch.sync_warp()
-                if s + cfg.stages < cfg.steps:
-                    with cute.arch.elect_one():
-                        at = codes + place * cfg.slot_bytes
-                        coming = unit0 + (s + cfg.stages) * step_units
-                        ask_for_weights(src, tile + t, coming, at, bars + place * 8, cfg)
-            multiply_unit(tot, t * 8 * cfg.nt, read, acts, sums, cfg)
-        if cutlass.const_expr(cfg.steps > cfg.act_stages):
-            if n_warp == 0:
-                if s + cfg.act_stages < cfg.steps:
-                    ptx.mbar_wait(empty, turn)
-                    later = unit0 + (s + cfg.act_stages) * step_units + u
-                    ask_for_activations(act_tiles, later, slot0 + u, full, lane, cfg)
+            ptx.mbar_wait(bars + t * 8, 0)
+            at, tot = codes + t * cfg.slot_bytes, None
+            words = [read_codes(at, u, lane, cfg) for u in range(cfg.units)]
+            for u in cutlass.range_constexpr(cfg.units):
+                scales = read_factors(factors + t * cfg.factor_bytes, u, lane, cfg)
+                tot = multiply_unit(tot, words[u], scales, *units[u], cfg)
+            store_sums(tot, at, lane, cfg)
+    else:
+        totals = [None] * cfg.tiles
+        for u in cutlass.range_constexpr(cfg.units):
+            acts, sums = unit_of(u, acts_of, k_warp, lane, cfg)
+            for t in cutlass.range_constexpr(cfg.tiles):
+                at = codes + t * cfg.slot_bytes
+                if cutlass.const_expr(cfg.held and u == 0):
+                    words = held[t]
+                else:
+                    if cutlass.const_expr(u == 0):
+                        ptx.mbar_wait(bars + t * 8, 0)
+                    words = read_codes(at, u, lane, cfg)
+                scales = read_factors(factors + t * cfg.factor_bytes, u, lane, cfg)
+                totals[t] = multiply_unit(totals[t], words, scales, acts, sums, cfg)
+                if cutlass.const_expr(u == cfg.units - 1):
+                    store_sums(totals[t], at, lane, cfg)
 
 
 @cute.kernel
@@ -320,55 +348,61 @@ def stream_kernel(tma: tuple, pointers: tuple, sizes: tuple, cfg: cutlass.Conste
     M, N, chunks, groups, out_stride = sizes
     tid, _, _ = cute.arch.thread_idx()
     column, rank, _ = cute.arch.block_idx()
+    which = column % cfg.cast
+    # columns beyond the outputs repeat the first ones, to the same bits (config.stream_plan)
+    column = column % ((N + cfg.block_n - 1) // cfg.block_n)
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
     k_warp, n_warp = warp % cfg.k_warps, warp // cfg.k_warps
     smem_base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
     smem = Int32(smem_base.toint())
-    act_full, act_empty, there = init_barriers(smem, tid, rank, cfg)
-    if cutlass.const_expr(cfg.cluster > 1):
+    acts_bar, there = init_barriers(smem, tid, rank, cfg)
+    if cutlass.const_expr(cfg.cluster * cfg.cast > 1 and not cfg.held):
         ptx.cluster_arrive()
     ptx.launch_next_grid()
 
     tile0 = column * (cfg.n_warps * cfg.tiles)
     tile = tile0 + n_warp * cfg.tiles
-    step_units = cfg.k_warps * cfg.units
-    unit0 = rank * (cfg.steps * step_units) + k_warp * cfg.units
+    unit0 = (rank * cfg.k_warps + k_warp) * cfg.units
     codes = smem + cfg.codes_offset
-    mine = codes + warp * cfg.warp_bytes
-    bars = smem + warp * (cfg.stages * cfg.tiles * 8)
+    mine = (
+        codes + warp * (cfg.tiles * cfg.slot_bytes),
+        smem + cfg.factors_offset + warp * (cfg.tiles * cfg.factor_bytes),
+        smem + warp * (cfg.tiles * 8),
+    )
     src = (words, scales, zeros, chunks, groups)
     with cute.arch.elect_one():
-        for d in cutlass.range_constexpr(cfg.stages):
-            for t in cutlass.range_constexpr(cfg.tiles):
-                i = d * cfg.tiles + t
-                at = mine + i * cfg.slot_bytes
-                ask_for_weights(src, tile + t, unit0 + d * step_units, at, bars + i * 8, cfg)
+        for t in cutlass.range_constexpr(cfg.tiles):
+            place = (mine[0] + t * cfg.slot_bytes, mine[1] + t * cfg.factor_bytes)
+            ask_for_weights(src, tile + t, unit0, place, mine[2] + t * 8, cfg)
+    if warp == 0:
+        cpasync.prefetch_descriptor(tma[0])
+    held = None
+    if cutlass.const_expr(cfg.held):
+        held = []
+        for t in cutlass.range_constexpr(cfg.tiles):
+            ptx.mbar_wait(mine[2] + t * 8, 0)
+            held.append(read_codes(mine[0] + t * cfg.slot_bytes, 0, lane, cfg))
+        cute.arch.sync_warp()
+        if cutlass.const_expr(cfg.cluster * cfg.cast > 1):
+            # the other block's copies come where these codes lay
+            ptx.cluster_arrive_releasing()
     ptx.wait_previous_grid()
+    if cutlass.const_expr(cfg.cast > 1):
+        ptx.cluster_wait()
     act_tiles = partition_activations(tma, smem_base, cfg)
     if n_warp == 0:
-        for d in cutlass.range_constexpr(cfg.act_stages):
-            for u in cutlass.range_constexpr(cfg.units):
-                slot = (k_warp * cfg.act_stages + d) * cfg.units + u
-                unit = unit0 + d * step_units + u
-                ask_for_activations(act_tiles, unit, slot, act_full + slot * 8, lane, cfg)
-    if cutlass.const_expr(cfg.cluster > 1):
+        who = (lane, which, cutlass.Int16(Int32((1 << cfg.cast) - 1) << (rank * cfg.cast)))
+        for u in cutlass.range_constexpr(cfg.units):
+            places = act_places(k_warp, u, cfg)
+            bar = acts_bar + (k_warp * cfg.units + u) * 8
+            ask_for_activations(act_tiles, unit0 + u, places, bar, who, cfg)
+    if cutlass.const_expr(cfg.cluster > 1 and cfg.cast == 1):
         ptx.cluster_wait()
-
-    tot = cute.make_rmem_tensor((8 * cfg.nt * cfg.tiles,), Float32)
-    for i in cutlass.range_constexpr(8 * cfg.nt * cfg.tiles):
-        tot[i] = Float32(0.0)
-    where = (tile, unit0, k_warp, n_warp, lane)
-    acts_of = (smem + cfg.dynamic_offset, act_full, act_empty, act_tiles)
-    if cutlass.const_expr(cfg.steps == 1):
-        one_step(Int32(0), tot, (mine, bars), where, acts_of, src, cfg)
-    else:
-        for s in cutlass.range(cfg.steps, unroll=1):
-            one_step(s, tot, (mine, bars), where, acts_of, src, cfg)
-    for t in cutlass.range_constexpr(cfg.tiles):
-        store_sums(tot, t * 8 * cfg.nt, mine + t * cfg.slot_bytes, lane, cfg)
+    multiply_all(mine, (smem + cfg.dynamic_offset, acts_bar), held, k_warp, lane, cfg)
     dst = (out, bias, M, N, out_stride)
-    finish(codes, smem + cfg.received_offset, there, (warp, lane, rank), tile0, dst, cfg)
+    place = (warp, lane, (rank, which))
+    finish(codes, smem + cfg.received_offset, there, place, tile0, dst, cfg)
 
 
 @cute.jit
@@ -381,6 +415,8 @@ def launch_stream(
     outputs, and the activations [M, K] as a tensor."""
     one = cute.slice_(box_layout(cfg, 1), (None, None, 0))
     load = cpasync.CopyBulkTensorTileG2SOp()
+    if cutlass.const_expr(cfg.cast > 1):
+        load = cpasync.CopyBulkTensorTileG2SMulticastOp()
     tma = cpasync.make_tiled_tma_atom(load, rows, one, (cfg.box_rows, 64))
     stream_kernel(
         (tma[0], tma[1]),
@@ -390,7 +426,7 @@ def launch_stream(
     ).launch(
         grid=(columns, cfg.cluster, 1),
         block=(cfg.num_warps * 32, 1, 1),
-        cluster=(1, cfg.cluster, 1),
+        cluster=(cfg.cast, cfg.cluster, 1),
         smem=cfg.smem_bytes,
         stream=stream,
         use_pdl=cfg.pdl,

@@ -291,6 +291,12 @@ class MatmulConfig:
         return self.consumers * self.store_regions * self.block_m * 128
 
     @property
+    def takes_early(self) -> bool:
+        """Whether there are registers for another block's sums beside the products."""
+        one = self.split == 1 and self.row_mmas == 1
+        return one and self.reallocates and self.block_m <= 128
+
+    @property
     def warp_fragments(self) -> int:
         """Fragments of 16 outputs x 8 rows that a warp's sums are."""
         return self.row_mmas * self.block_m // 8

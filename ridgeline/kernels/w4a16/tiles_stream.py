@@ -29,15 +29,14 @@ class StreamConfig:
     cluster: int
     """Blocks along K: all of it; 1 to 8."""
     units: int
-    """Of K that a warp takes at once: a copy of codes a tile."""
-    steps: int
-    """Of k_warps x units units a block; with one the block's whole layer waits in shared memory."""
-    stages: int
-    """Steps whose codes are in flight ..."""
-    act_stages: int
-    """... and whose activations are; at most `steps` both."""
-    box_rows: int
+    """Of K a warp: a copy of codes a tile."""
+    rows: int
     """Rows of activations that are brought: 8 nt, or 1, 2 or 4. The others' sums are not used."""
+    cast: int = 1
+    """Blocks of neighbouring outputs that bring each other half of the rows (16): 1 or 2."""
+    held: bool = False
+    """The codes of a warp's first unit wait in registers, and where they lay its second unit's
+    activations come: two tiles, two units, 16 rows."""
     blocks_per_sm: int = 2
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
@@ -77,8 +76,8 @@ class StreamConfig:
         return 1 if self.per_channel else self.unit_k // self.flush_k
 
     @property
-    def step_k(self) -> int:
-        """Inputs of a block's step."""
+    def block_k(self) -> int:
+        """Inputs of a block."""
         return self.k_warps * self.units * self.unit_k
 
     @property
@@ -119,12 +118,13 @@ class StreamConfig:
 
     @property
     def slot_bytes(self) -> int:
-        """A warp's units of 32 outputs in shared memory; its sums of them take the same place."""
-        return -(-max(self.tile_bytes, 1024 * self.nt) // 128) * 128
+        """A warp's codes of 32 outputs in shared memory; its sums of them take the same place."""
+        return max(self.code_bytes, 1024 * self.nt)
 
     @property
-    def warp_bytes(self) -> int:
-        return self.stages * self.tiles * self.slot_bytes
+    def factor_bytes(self) -> int:
+        """Scales and zero points of a warp's units of 32 outputs."""
+        return -(-(self.scale_bytes + self.zero_bytes) // 128) * 128
 
     @property
     def sum_factor(self) -> float:
@@ -133,28 +133,42 @@ class StreamConfig:
         return offset if self.kind == "bf16" else offset * 2.0**-24
 
     @property
-    def refill_unit(self) -> int | None:
-        """After which unit of a step a tile's place can be filled again; None: it never is."""
-        return self.units - 1 if self.steps > self.stages else None
-
-    @property
     def act_chunk_bytes(self) -> int:
         """64 inputs of 8 nt rows of activations."""
         return 1024 * self.nt
 
     @property
-    def act_box_bytes(self) -> int:
-        """What a copy of 64 inputs brings."""
-        return 128 * self.box_rows
+    def is_valid(self) -> bool:
+        """Whether rows can be shared, and held codes leave room for activations."""
+        room = self.units == 2 and self.n_warps == 1 and self.tiles >= self.nt
+        return (self.cast == 1 or self.rows == 16) and (room or not self.held)
+
+    @property
+    def box_rows(self) -> int:
+        """Rows a copy brings."""
+        return self.rows // self.cast
+
+    @property
+    def act_unit_bytes(self) -> int:
+        """What comes of a unit's activations."""
+        return self.unit_chunks * 128 * self.rows
 
     @property
     def act_slots(self) -> int:
-        """Units of activations in shared memory."""
-        return self.k_warps * self.act_stages * self.units
+        """Units of activations with a place of their own."""
+        return self.k_warps * (1 if self.held else self.units)
 
     @property
     def act_slot_bytes(self) -> int:
         return self.unit_chunks * self.act_chunk_bytes
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether there are registers for all of a warp's activations: then chains of products of
+        its units run side by side."""
+        registers = 65536 // (32 * self.num_warps * self.blocks_per_sm)
+        taken = self.units * self.nt * self.unit_k // 8
+        return not self.held and 2 * taken + 64 <= min(registers, 255)
 
     @property
     def fragments(self) -> int:
@@ -168,12 +182,16 @@ class StreamConfig:
 
     @property
     def code_barriers(self) -> int:
-        return self.num_warps * self.tiles * self.stages
+        return self.num_warps * self.tiles
+
+    @property
+    def act_barriers(self) -> int:
+        return self.k_warps * self.units
 
     @property
     def barriers(self) -> int:
         """All of them; the last counts sums of the cluster."""
-        return self.code_barriers + 2 * self.act_slots + 1
+        return self.code_barriers + self.act_barriers + 1
 
     @property
     def dynamic_offset(self) -> int:
@@ -185,11 +203,15 @@ class StreamConfig:
         return self.dynamic_offset + self.act_slots * self.act_slot_bytes
 
     @property
+    def factors_offset(self) -> int:
+        return self.codes_offset + self.code_barriers * self.slot_bytes
+
+    @property
     def received_offset(self) -> int:
-        return self.codes_offset + self.num_warps * self.warp_bytes
+        return self.factors_offset + self.code_barriers * self.factor_bytes
 
     @property
     def smem_bytes(self) -> int:
-        """Barriers, activations, codes, what the cluster's blocks send."""
+        """Barriers, activations, codes, their scales, what the cluster's blocks send."""
         received = self.cluster * self.share * 512 if self.cluster > 1 else 0
         return self.received_offset + received

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import llguidance
 import pytest
+
+from ridgeline.engine.server.grammar_text import json_grammar
 
 ASK = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {
@@ -80,3 +83,18 @@ def test_plain_text_is_free(client, engine):
     engine.script = engine.tokenizer.encode("free")
     answer = client.chat.completions.create(**ASK, response_format={"type": "text"})
     assert answer.choices[0].message.content == "free"
+
+
+def test_blanks_between_the_parts(tokenizer_folder):
+    """As JSON is written, on one line or indented; no empty lines for a model to go on with."""
+    tokenizer = llguidance.LLTokenizer((tokenizer_folder / "tokenizer.json").read_text())
+
+    def taken(text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, json_grammar({"type": "object"}), log_level=0)
+        assert not matcher.is_error()
+        return matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+    value = {"a": [1, 2, {"b": None}], "c": "x  y"}
+    for options in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}):
+        assert taken(json.dumps(value, **options)), options
+    assert not taken('{\n\n"a": 1}') and not taken('{  "a": 1}')

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -189,3 +191,50 @@ def test_a_watched_folder(tokenizer_folder, checkpoints):
         engine.reload_error = None
         (checkpoints / "step-3" / "model.safetensors").write_bytes(b"changed too")
         until(lambda: engine.reloaded[-1].name == "step-3", "the next one is not loaded")
+
+
+def test_a_watched_folder_is_not_given_up(tokenizer_folder, checkpoints):
+    """A reload that was under way, or one that broke: the folder, or the next one, is loaded."""
+    engine = FakeEngine(tokenizer_folder)
+    config = replace(CONFIG, watch=checkpoints, watch_every_s=0.02)
+
+    def change(name: str) -> None:
+        (checkpoints / name / "model.safetensors").write_bytes(name.encode() * 9)
+
+    with running(engine, config, checkpoints / "step-1") as started:
+        started.ask("/health")
+        engine.reload_s = 1.0
+        first = threading.Thread(target=lambda: started.json("/admin/reload", {}))
+        first.start()
+        until(lambda: started.state.reload_lock.locked(), "the reload does not start")
+        change("step-2")
+        first.join()
+        engine.reload_s = 0.0
+        until(lambda: engine.reloaded[-1].name == "step-2", "it is not loaded afterwards")
+        broken: list[Path] = []
+
+        async def fail(folder: Path) -> None:
+            broken.append(folder)
+            raise RuntimeError("a kernel failed")
+
+        working, engine.reload = engine.reload, fail
+        change("step-3")
+        until(lambda: bool(broken), "it is not tried")
+        engine.reload = working
+        change("step-1")
+        until(lambda: engine.reloaded[-1].name == "step-1", "nobody watches any more")
+
+
+def test_the_time_of_a_request_begins_with_its_plan(tokenizer_folder, monkeypatch):
+    """Waiting for a template's or a grammar's turn is part of its deadline."""
+    engine = FakeEngine(tokenizer_folder)
+
+    async def slow(*asked, **more):
+        await asyncio.sleep(60)
+
+    with running(engine, CONFIG) as started:
+        monkeypatch.setattr(started.state.render_worker, "run", slow)
+        body = {"model": "echo", "messages": [{"role": "user", "content": "x"}]}
+        status, answer = started.json("/v1/chat/completions", {**body, "deadline_s": 0.1})
+        assert (status, answer["error"]["param"]) == (408, "deadline_s")
+        assert engine.seen == [] and started.state.counters.inside == 0

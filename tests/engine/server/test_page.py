@@ -136,3 +136,26 @@ def test_a_narrow_screen_shows_everything(browser, server, engine, scheme):
     ink, paper = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in (ink, paper))
     assert abs(paper - ink) > 450 and (paper > ink) == (scheme == "light")
     page.close()
+
+
+def test_an_answer_stays_in_its_conversation(page, engine):
+    """What ends without an answer is no part of what is told next; nor is an older chat."""
+    engine.fail_at = 0
+    page.fill("#ask", "lost")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .error")
+    engine.fail_at, engine.tokens_per_s = None, 30
+    engine.script = engine.tokenizer.encode("word " * 200)
+    page.fill("#ask", "Go on")
+    page.press("#ask", "Enter")
+    expect = pytest.importorskip("playwright.sync_api").expect
+    expect(page.locator(".turn.assistant .text").nth(1)).to_contain_text("word", timeout=30_000)
+    told = engine.tokenizer.decode(engine.seen[-1][0])
+    assert told.startswith("<user>Go on\n") and "lost" not in told
+    page.click("#fresh")
+    page.wait_for_selector("#go[aria-label=Send]")
+    engine.tokens_per_s, engine.script = 400, engine.tokenizer.encode("yes")
+    page.fill("#ask", "New")
+    page.press("#ask", "Enter")
+    page.wait_for_selector(".turn.assistant .facts button")
+    assert engine.tokenizer.decode(engine.seen[-1][0]) == "<user>New\n<assistant>"

@@ -117,8 +117,10 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
         ({"causal": True}, True),
         ({}, True),
         ({"varlen": True}, False),
-        ({"causal": True, "window_left": 9}, False),
+        ({"causal": True, "window_left": 9}, True),
+        ({"window_left": 9}, False),
         ({"causal": True, "varlen": True}, False),
+        ({"causal": True, "window_left": 9, "varlen": True}, False),
         ({"deterministic": True, "varlen": True}, False),
         ({"deterministic": True, "window_left": 9}, True),
         ({"head_dim": 64, "head_dim_v": 64, "causal": True}, False),
@@ -130,6 +132,37 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
     config = cfg.backward_config(replace(BASE, **change), H200)
     assert isinstance(config, cfg.BackwardConfig) and config.helpers == helped
     assert cfg.why_invalid(config, cfg.backward_traits(replace(BASE, **change))) is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "change", "persistent", "zeros"),
+    [
+        (128, {"causal": True, "window_left": 9, "seqlen_q": 2048}, True, True),
+        (64, {"causal": True, "window_left": 9, "seqlen_q": 2048}, True, True),
+        (128, {"causal": True, "window_left": 9}, True, False),
+        (128, {"window_left": 9, "window_right": 9}, True, False),
+        (96, {"causal": True, "window_left": 9}, False, False),
+        (128, {"causal": True, "window_left": 9, "varlen": True}, False, False),
+        (128, {"causal": True, "window_left": 9, "seqused": True}, False, False),
+        (128, {"causal": True, "window_left": 9, "deterministic": True}, False, False),
+        (128, {"causal": True, "deterministic": True}, True, False),
+        (64, {"causal": True, "deterministic": True}, False, False),
+        (128, {"deterministic": True}, False, False),
+        (128, {"causal": True}, False, False),
+        (256, {"causal": True, "window_left": 9}, False, False),
+    ],
+)
+def test_persistent_blocks_where_they_measured_faster(
+    dim: int, change: dict, persistent: bool, zeros: bool
+) -> None:
+    problem = replace(BASE, head_dim=dim, head_dim_v=dim, **change)
+    config, traits = cfg.backward_config(problem, H200), cfg.backward_traits(problem)
+    assert cfg.is_persistent(config) == persistent == cfg.is_overlapped(config)
+    window = "window_left" in change and problem.causal and persistent
+    assert cfg.is_short_last(config) == window and cfg.is_zeroing(config) == zeros
+    if isinstance(config, cfg.BackwardConfig):
+        assert cfg.why_invalid(config, traits) is None
+        assert config.persistent == (H200.num_units if persistent else 0)
 
 
 def test_variants_only_where_they_measured_faster() -> None:
@@ -161,3 +194,30 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
         warpgroups = 4 if config.helpers else 3
         at_launch = cfg.REGISTER_FILE // (128 * warpgroups) // 8 * 8 * warpgroups
         assert at_launch - 16 < other + 2 * keys + helpers <= at_launch
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "why"),
+    [
+        ({}, {}, None),
+        ({}, {"deterministic": True}, None),
+        ({"helpers": False}, {}, "persistent needs helpers"),
+        ({}, {"varlen": True}, "persistent needs helpers and dense"),
+        ({}, {"seqused": True}, "persistent needs helpers and dense"),
+        ({}, {"deterministic": True, "causal": False}, "persistent in turns"),
+        ({"stages": 4}, {}, "shared memory"),
+        ({"short_last": True}, {}, "short_last needs"),
+        ({"short_last": True}, {"window_left": 9}, None),
+        ({"short_last": True, "persistent": 0}, {"window_left": 9}, "short_last needs"),
+        ({"short_last": True}, {"window_left": 9, "deterministic": True}, "short_last needs"),
+        ({"zeros_ahead": True}, {"window_left": 9}, "zeros_ahead needs"),
+        ({"zeros_ahead": True, "short_last": True}, {"window_left": 9}, None),
+    ],
+)
+def test_persistent_blocks_only_where_they_are_right(
+    change: dict, problem: dict, why: str | None
+) -> None:
+    traits = cfg.backward_traits(replace(BASE, **{"causal": True, **problem}))
+    tile = {"helpers": True, "other_registers": 72, "persistent": 132, **change}
+    found = cfg.why_invalid(cfg.BackwardConfig(block_q=64, dq_parts=2, **tile), traits)
+    assert (found is None) if why is None else (why in (found or ""))

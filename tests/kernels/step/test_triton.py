@@ -131,7 +131,8 @@ ATTENDED = {
     "several tiles a split": ([300], 9, 3, 64, 64, None, False, (32, 2, 0)),
     "one split": ([90], 4, 2, 128, 32, None, False, (32, 1, 0)),
     "near": ([1, 17, 18], 4, 2, 128, 16, None, True, (16, 4, 16)),
-    "near and far": ([65, 66], 3, 1, 64, 32, None, False, (32, 2, 16)),
+    "near and far": ([65, 66], 3, 1, 64, 32, None, False, (32, 4, 16)),
+    "near, few parts": ([33, 34], 3, 1, 64, 32, None, False, (32, 2, 16)),
     "near, by a window": ([100, 17], 2, 2, 96, 16, 20, True, (16, 2, 16)),
 }
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
@@ -173,6 +174,14 @@ def test_decode_attention(name, dtype):
     # softmax's weights are rounded before the product with the values
     close = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(got, want, atol=close, rtol=close)
+
+
+def test_ranges_have_parts_of_their_own():
+    """On a GPU a range more than a sequence's parts would write into the next sequence's."""
+    for splits, reach in ((1, 16), (2, 32), (4, 64), (16, 64)):
+        config = triton_attend.AttendConfig(splits=splits, near=16)
+        assert config.reach(2) == reach and -(-reach // config.near) <= splits
+    assert triton_attend.AttendConfig(num_warps=8, near=256).reach(1) == 1024
 
 
 def test_the_ends_of_a_step():

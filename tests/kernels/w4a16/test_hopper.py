@@ -11,6 +11,7 @@ import torch
 from ridgeline.core.arch import pretend
 from ridgeline.kernels.w4a16 import config as configs
 from ridgeline.kernels.w4a16.problem import W4A16Problem
+from ridgeline.kernels.w4a16.schedule import head_steps
 
 from .test_layout import make
 
@@ -60,10 +61,12 @@ def test_matmul_launches_fit_and_cover(group, kind, scale):
             config = launch.config
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
             rest = tiles - launch.waves * launch.blocks
+            assert launch.head == head_steps(launch.waves, rest, launch.blocks, k // 128)
             assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm and config.stages > 1
             assert 1 <= launch.blocks <= SMS * config.blocks_per_sm and rest >= 0
             # every block has a share of the rest, or none is needed
-            assert rest == 0 or rest * (k // 128) >= launch.blocks
+            assert rest == 0 or rest * (k // 128 - launch.head) >= launch.blocks
+            assert rest * config.consumers * 4 <= 8192  # counters
             assert rest * (k // 128) * launch.blocks < 2**31
             in_memory = rest > 0 and config.cluster == 1
             assert (launch.workspace_floats > 0) == in_memory
@@ -99,14 +102,14 @@ def test_streams_fit_and_cover(group, kind, scale):
         for launch in (plain, found) if found is not None else (plain,):
             config = launch.config
             assert config.smem_bytes <= SMEM_BYTES // config.blocks_per_sm
-            assert config.nt == -(-rows // 8) and 1 <= config.cluster <= 8
-            assert launch.columns * config.block_n == n
-            assert config.steps * config.step_k * config.cluster == k
-            assert config.act_stages <= config.stages <= config.steps
-            assert config.box_rows == rows
+            assert config.nt == -(-rows // 8) and 1 <= config.cluster * config.cast <= 8
+            assert launch.columns * config.block_n >= n and n % config.block_n == 0
+            assert launch.columns % config.cast == 0
+            assert config.block_k * config.cluster == k
+            assert config.box_rows * config.cast == rows and config.is_valid
             assert launch.columns * config.cluster <= SMS * config.blocks_per_sm
             # a warp's sums of a tile find room where its codes lay; TMA's swizzle, bulk copies
-            assert config.slot_bytes >= 1024 * config.nt and config.slot_bytes % 128 == 0
+            assert config.slot_bytes >= 1024 * config.nt and config.slot_bytes % 1024 == 0
             assert config.dynamic_offset % 1024 == config.act_slot_bytes % 1024 == 0
         assert configs.stream_launch(traits(group), rows, n, k, SMS - 1) is None
 
@@ -122,12 +125,12 @@ def test_measured_choices():
         found = configs.matmul_launch(kind, m, 14336, 4096, SMS)
         assert (found.config.cluster, found.blocks, found.waves) == (2, 224, 0)
         assert found.config.stages == (6 if m <= 16 else 3)
-    for m, parts in ((16, 8), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
+    for m, parts in ((16, 7), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
         found = configs.matmul_launch(kind, m, 4096, 14336, SMS)
         assert (found.config.cluster, found.config.parts) == (1, parts)
     found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
-    assert (found.config.block_n, found.waves, found.blocks) == (128, 1, 132)
-    assert found.workspace_floats == 2 * 132 * 128 * 128
+    assert (found.config.block_n, found.waves, found.blocks, found.head) == (128, 0, 132, 0)
+    assert found.workspace_floats == 132 * 128 * 128
     for m in (1, 4):  # by rows: TMA fills the rows that there are not
         found = configs.decode_launch(kind, m, 4096, 4096, SMS, False)
         assert (found.config.lean, found.splits, found.blocks) == (False, 2, 66)
@@ -238,6 +241,20 @@ gpu = [
 ]
 
 
+# rows of a tile, and how four tiles of 16 steps are shared
+SHARED = [
+    (64, {"waves": 0, "blocks": 28, "cluster": 7}),
+    (64, {"waves": 0, "blocks": 16, "parts": 4}),
+    (64, {"waves": 0, "blocks": 24, "parts": 6, "cast": 2}),
+    (64, {"waves": 1, "blocks": 4, "cast": 2}),
+    (64, {"waves": 0, "blocks": 6, "cast": 2}),
+    (64, {"waves": 1, "blocks": 3}),
+    (128, {"waves": 1, "blocks": 3}),
+    (128, {"waves": 0, "blocks": 7}),
+    (128, {"waves": 0, "blocks": 6, "cast": 2}),
+]
+
+
 @pytest.mark.parametrize("kind", TRAITS)
 class TestOnHopper:
     pytestmark = gpu
@@ -273,15 +290,23 @@ class TestOnHopper:
         some = forward(act[3:12], prepared, None, batch_invariant=True)
         assert torch.equal(whole[3:12], some)
 
-    @pytest.mark.parametrize("plan", [(4, 2, 2, 2, 1, 2, 1, 2), (2, 1, 1, 4, 2, 1, 1, 2)])
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            (4, 2, 2, 2, 2, 2, 1, False),
+            (2, 1, 1, 4, 2, 2, 1, False),
+            (4, 1, 2, 2, 2, 1, 2, False),
+            (4, 1, 2, 2, 2, 2, 1, True),
+            (4, 1, 2, 2, 2, 2, 2, True),
+        ],
+    )
     def test_clusters_along_k(self, kind, plan, monkeypatch):
         n, k = 508, 2048
         monkeypatch.setattr(
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
-        monkeypatch.setattr(
-            configs, "_MEASURED_STREAMS", {(k, 512, rows): plan for rows in (1, 4, 8, 16)}
-        )
+        rows = (16,) if plan[6] > 1 else (1, 4, 8, 16)
+        monkeypatch.setattr(configs, "_MEASURED_STREAMS", {(k, 512, r): plan for r in rows})
         configs.stream_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
         for m in (1, 3, 8, 13, 16):
@@ -299,27 +324,18 @@ class TestOnHopper:
         assert torch.equal(whole[3:4], forward(act[3:4], prepared, None, batch_invariant=True))
         configs.stream_launch.cache_clear()
 
-    @pytest.mark.parametrize(
-        "plan",
-        [
-            {"waves": 0, "blocks": 28, "cluster": 7},
-            {"waves": 0, "blocks": 16, "parts": 4},
-            {"waves": 0, "blocks": 24, "parts": 6, "cast": 2},
-            {"waves": 1, "blocks": 4, "cast": 2},
-            {"waves": 0, "blocks": 6, "cast": 2},
-        ],
-    )
-    def test_shared_tiles(self, kind, plan, monkeypatch):
-        """K in parts of a cluster and of none, activations brought by two, in stream-K too."""
+    @pytest.mark.parametrize(("rows", "plan"), SHARED)
+    def test_shared_tiles(self, kind, rows, plan, monkeypatch):
+        """K in parts of a cluster and of none, activations brought by two, uneven shares too."""
         n, k = 508, 2048
         monkeypatch.setattr(
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
-        shape = (64, 2, 1, 2, 2, 2)
-        monkeypatch.setattr(configs, "_MEASURED", {(k, 512, 64): (shape, configs._Plan(**plan))})
+        shape = (64, 2, 1, 2, 2, 2) if rows == 64 else (128, 2, 1, 2, 2, 1)
+        monkeypatch.setattr(configs, "_MEASURED", {(k, 512, rows): (shape, configs.Plan(**plan))})
         configs.matmul_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
-        for m in (33, 64):
+        for m in (rows // 2 + 1, rows):
             act = torch.randn(m, k, device="cuda").to(prepared.dtype)
             bias = torch.randn(n, device="cuda").to(prepared.dtype)
             out = forward(act, prepared, bias)

@@ -31,7 +31,12 @@ from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
 from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
-from ridgeline.kernels.attention.cute.backward_rows import THREADS, Rows, Tiles
+from ridgeline.kernels.attention.cute.backward_rows import (
+    THREADS,
+    Rows,
+    Tiles,
+    packed_sequence,
+)
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Layouts,
@@ -39,7 +44,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Shared,
     Work,
 )
-from ridgeline.kernels.attention.cute.blocks import query_range
+from ridgeline.kernels.attention.cute.blocks import key_order, query_range, window_span
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, modes, one_stage
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
@@ -51,13 +56,25 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_overlapped,
+    is_persistent,
+    is_short_last,
+    is_zeroing,
     keys_per_block,
     registers,
 )
 
+KV_STAGES = 2
+"""Of K and V, where a block of threads has several blocks of keys."""
+RECORD_STAGES = 2
+RECORD_BARRIERS = 2 * RECORD_STAGES
+
 
 class Backward:
     """The kernels for one (traits, config); `__call__` is the host function that is compiled."""
+
+    overlapped = False
+    kv_stages = 1
 
     def __init__(self, traits: BackwardTraits, config: BackwardConfig):
         self.traits = traits
@@ -69,6 +86,8 @@ class Backward:
         self.queries = Queries(traits, config)
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
+        self.kv_stages = KV_STAGES if is_persistent(config) else 1
+        self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
         self.last_keys_first = traits.deterministic and (traits.has_left or traits.has_right)
@@ -121,12 +140,22 @@ class Backward:
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
-        tiles = Tiles(lengths, num_blocks)
+        order = None
+        if cutlass.const_expr(is_short_last(self.config)):
+            sizes = (longest_k + block_k - 1) // block_k, k.shape[2], num_batches
+            span = window_span(window_left, block_k)
+            order = key_order(sizes, heads_per_section, span, DeviceInteger)
+        tiles = Tiles(lengths, num_blocks, num_batches if packed else None, order)
         grid = (num_blocks, mdQ.shape[2], num_batches)
+        rest = None
+        if cutlass.const_expr(packed):
+            grid = (q.shape[0] // block_q + num_batches, mdQ.shape[2], 1)
+            if cutlass.const_expr(not self.traits.seqused):
+                rest = (dq, dk, dv)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        self.rows.before(mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
-        )
+        self.rows.before(
+            mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles, rest
+        ).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
@@ -144,7 +173,7 @@ class Backward:
             num_blocks = (k.shape[0] // block_k + num_batches) * k.shape[1]
         self._launch(tensors, scalars, layouts, num_blocks, stream)
         self.rows.after(dq_sum, mdQ, softmax_scale, tiles).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=self.overlapped
         )
 
     def _launch(self, tensors: Globals, scalars: Scalars, layouts: Layouts, num_blocks, stream):
@@ -154,20 +183,21 @@ class Backward:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlapped,
         )
 
     def _layouts(self) -> Layouts:
         """Row layouts are swizzled for WGMMA, their transposed views address the same bytes."""
         cfg, dims = self.config, self.traits
-        pieces = cfg.ds_stages * self.wgs
+        pieces, kv_pieces = cfg.ds_stages * self.wgs, self.kv_stages * self.wgs
         return Layouts(
             q=self._row_layout(cfg.block_q, dims.head_dim, cfg.stages),
             q_columns=self._column_layout(dims.head_dim, cfg.block_q, cfg.stages),
             do=self._row_layout(cfg.block_q, dims.head_dim_v, cfg.stages),
             do_columns=self._column_layout(dims.head_dim_v, cfg.block_q, cfg.stages),
-            k=self._row_layout(KEYS, dims.head_dim, self.wgs),
-            k_columns=self._column_layout(dims.head_dim, KEYS, self.wgs),
-            v=self._row_layout(KEYS, dims.head_dim_v, self.wgs),
+            k=self._row_layout(KEYS, dims.head_dim, kv_pieces),
+            k_columns=self._column_layout(dims.head_dim, KEYS, kv_pieces),
+            v=self._row_layout(KEYS, dims.head_dim_v, kv_pieces),
             ds=self._row_layout(cfg.block_q, KEYS, pieces),
             ds_columns=self._column_layout(KEYS, cfg.block_q, pieces),
         )
@@ -246,6 +276,8 @@ class Backward:
             if cute.arch.lane_idx() == 0:
                 self._init_barriers(shared)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         other_registers, key_registers = registers(self.config)
         # One branch a role, or ptxas drops setmaxnreg; each works out its own tile, which keeps
@@ -255,6 +287,9 @@ class Backward:
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.serve(tensors, scalars, shared, work)
+            if cutlass.const_expr(self.overlapped):
+                # Also where there is nothing to do: what comes after needs what was before.
+                cute.arch.griddepcontrol_wait()
         elif warp_index < 4 * self.others:
             cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             work = self._work(tensors, scalars)
@@ -272,18 +307,19 @@ class Backward:
         return work.block * keys_per_block(self.config) < work.extent.seqlen_k
 
     @cute.jit
-    def _packed_block(self, tensors: Globals, index: Int32):
-        """(block, sequence) of a number: blocks are numbered like tiles of queries, with at most
-        one number between two sequences left out, so a sequence is found by bisection."""
-        starts, block_k = tensors.tiles.lengths.cu_seqlens_k, keys_per_block(self.config)
-        low, high = Int32(0), Int32(tensors.num_batches)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if starts[middle] // block_k + middle <= index:
-                low = middle
-            else:
-                high = middle
-        return index - (starts[low] // block_k + low), low
+    def _packed_block(self, tensors: Globals, scalars: Scalars, index: Int32):
+        """(blocks, block, head, sequence) of a number, from the last block. Sequence after
+        sequence, in each as in a dense call: by sections of heads whose rows stay in L2."""
+        block_k, num_heads = keys_per_block(self.config), tensors.mK.shape[2]
+        starts = tensors.tiles.lengths.cu_seqlens_k
+        batch = packed_sequence(starts, tensors.num_batches, block_k, index // num_heads)
+        begin = starts[batch] // block_k + batch
+        end = self._num_indices() // num_heads
+        if batch + 1 < tensors.num_batches:
+            end = starts[batch + 1] // block_k + batch + 1
+        order = TileOrder(end - begin, num_heads, 1, scalars.heads_per_section)
+        block, head, _ = order.coordinates(index - begin * num_heads, cutlass.min)
+        return end - begin, block, head, batch
 
     def _index(self):
         """The number of the block of keys."""
@@ -295,17 +331,20 @@ class Backward:
         grid, _, _ = cute.arch.grid_dim()
         return grid
 
-    @cute.jit
     def _work(self, tensors: Globals, scalars: Scalars) -> Work:
-        index = self._index()
+        """Of this block of threads."""
+        return self._work_of(tensors, scalars, self._index())
+
+    @cute.jit
+    def _work_of(self, tensors: Globals, scalars: Scalars, index: Int32) -> Work:
+        """Of a block of keys by its number."""
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
-            num_heads = tensors.mK.shape[2]
-            head = index % num_heads
-            number = index // num_heads
-            if cutlass.const_expr(self.last_keys_first):
-                number = self._num_indices() // num_heads - 1 - number
-            block, batch = self._packed_block(tensors, number)
+            num_blocks, block, head, batch = self._packed_block(tensors, scalars, index)
+            if cutlass.const_expr(not self.last_keys_first):
+                block = num_blocks - 1 - block
+        elif cutlass.const_expr(is_short_last(self.config)):
+            block, head, batch = tensors.tiles.order.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
@@ -350,7 +389,8 @@ class Backward:
         cfg = self.config
         smem = SmemAllocator()
         num_barriers = 4 * cfg.stages + 2 * cfg.ds_stages
-        barriers = smem.allocate_array(Int64, num_barriers + 4 * TURN_STAGES + 1)
+        num_barriers += 4 * TURN_STAGES
+        barriers = smem.allocate_array(Int64, num_barriers + 2 * self.kv_stages + RECORD_BARRIERS)
         statistics = smem.allocate_tensor(
             Float32, cute.make_layout((ROW_STATISTICS * cfg.block_q, cfg.stages)), 128
         )
@@ -360,6 +400,9 @@ class Backward:
 
         sQ, sdO, sK, sV = (tensor(x) for x in (layouts.q, layouts.do, layouts.k, layouts.v))
         sdS = tensor(layouts.ds)
+        records = None
+        if cutlass.const_expr(is_persistent(cfg)):
+            records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
             words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
@@ -379,9 +422,11 @@ class Backward:
             q_ring=Ring(barriers, cfg.stages),
             do_ring=Ring(barriers + 2 * cfg.stages, cfg.stages),
             ds_ring=Ring(barriers + 4 * cfg.stages, cfg.ds_stages),
-            turn_ring=Ring(barriers + num_barriers, TURN_STAGES),
-            added_ring=Ring(barriers + num_barriers + 2 * TURN_STAGES, TURN_STAGES),
-            kv_barrier=barriers + num_barriers + 4 * TURN_STAGES,
+            turn_ring=Ring(barriers + num_barriers - 4 * TURN_STAGES, TURN_STAGES),
+            added_ring=Ring(barriers + num_barriers - 2 * TURN_STAGES, TURN_STAGES),
+            kv_ring=Ring(barriers + num_barriers, self.kv_stages),
+            record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, RECORD_STAGES),
+            sRecord=records,
         )
 
     @cute.jit
@@ -392,4 +437,7 @@ class Backward:
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
         shared.added_ring.init(4, 1)
-        cute.arch.mbarrier_init(shared.kv_barrier, 1)
+        shared.kv_ring.init(1, self.wgs)
+        if cutlass.const_expr(is_persistent(self.config)):
+            helping = 2 if self.traits.deterministic else int(is_zeroing(self.config))
+            shared.record_ring.init(1, key_warps + 4 + helping)

@@ -27,6 +27,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Scalars,
     Shared,
     Work,
+    kv_piece,
     multiply,
     statistics_pair,
 )
@@ -85,34 +86,36 @@ class Keys:
     @cute.jit
     def own_keys(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, wg: Int32):
         """A warpgroup's 64 keys: the walk over all queries, then dK and dV out."""
-        c = self._key_owner(scalars, shared, wg)
+        c = self._key_owner(scalars, shared, work, wg)
         mask = self._mask(scalars, work, wg)
         num_steps = work.num_steps()
         c.dK.fill(0.0)
         c.dV.fill(0.0)
-        cute.arch.mbarrier_wait(shared.kv_barrier, 0)
+        shared.kv_ring.wait_full(work.before)
         first_key = (work.block * self.wgs + wg) * KEYS
-        self._clear_rows(shared.sK[None, None, wg], first_key, work.extent.seqlen_k, wg)
-        self._clear_rows(shared.sV[None, None, wg], first_key, work.extent.seqlen_k, wg)
+        piece = kv_piece(shared, work, wg, self.wgs)
+        self._clear_rows(shared.sK[None, None, piece], first_key, work.extent.seqlen_k, wg)
+        self._clear_rows(shared.sV[None, None, piece], first_key, work.extent.seqlen_k, wg)
         begin, end = Int32(0), num_steps
         if cutlass.const_expr(self.config.pass_unseen):
             begin, end = self._seen(scalars, work, wg, num_steps)
             for step in cutlass.range(begin, unroll=1):
-                self._pass(c, shared, step)
+                self._pass(c, shared, work.position(step))
         block = work.first + begin
         if begin < end:
-            shared.q_ring.wait_full(begin)
-            self._clear_q(c, shared, work, block, begin)
-        self._issue_scores(c, shared, begin)
+            shared.q_ring.wait_full(work.position(begin))
+            self._clear_q(c, shared, work, block, work.position(begin))
+        self._issue_scores(c, shared, work.position(begin))
         warpgroup.wait_group(0)
         for step in cutlass.range(begin, end, unroll=1):
             following = work.following(block)
-            self._step(c, mask, shared, work, (block, following), step, step + 1 < end)
+            position = work.position(step)
+            self._step(c, mask, shared, work, (block, following), position, step + 1 < end)
             block = following
         warpgroup.wait_group(0)
         if cutlass.const_expr(self.config.pass_unseen):
             for step in cutlass.range(end, num_steps, unroll=1):
-                self._pass(c, shared, step)
+                self._pass(c, shared, work.position(step))
         self._store(tensors, scalars, shared, work, c, num_steps)
 
     @cute.jit
@@ -138,7 +141,7 @@ class Keys:
 
     @cute.jit
     def _pass(self, c: KeyOwner, shared: Shared, step: Int32):
-        """A step none of whose queries sees these keys: its dS is zero."""
+        """By its position: a step none of whose queries sees these keys: its dS is zero."""
         shared.q_ring.wait_full(step)
         release(shared.q_ring, step)
         shared.do_ring.wait_full(step)
@@ -148,7 +151,8 @@ class Keys:
         self._share_ds(c, shared, step)
 
     @cute.jit
-    def _key_owner(self, scalars: Scalars, shared: Shared, wg: Int32) -> KeyOwner:
+    def _key_owner(self, scalars: Scalars, shared: Shared, work: Work, wg: Int32) -> KeyOwner:
+        piece = kv_piece(shared, work, wg, self.wgs)
         scores, block_q = self.products.scores(), self.config.block_q
         dk = self.products.sums(self.traits.head_dim)
         dv = self.products.sums(self.traits.head_dim_v)
@@ -164,9 +168,9 @@ class Keys:
             dK=cute.make_rmem_tensor(dk.partition_shape_C((KEYS, self.traits.head_dim)), Float32),
             dV=cute.make_rmem_tensor(dv.partition_shape_C((KEYS, self.traits.head_dim_v)), Float32),
             P=cute.make_rmem_tensor(a_shape, self.dtype),
-            tK=scores.make_fragment_A(s_part.partition_A(shared.sK[None, None, wg])),
+            tK=scores.make_fragment_A(s_part.partition_A(shared.sK[None, None, piece])),
             tQ=scores.make_fragment_B(s_part.partition_B(shared.sQ)),
-            tV=scores.make_fragment_A(s_part.partition_A(shared.sV[None, None, wg])),
+            tV=scores.make_fragment_A(s_part.partition_A(shared.sV[None, None, piece])),
             tdO=scores.make_fragment_B(s_part.partition_B(shared.sdO)),
             tQ_columns=dk.make_fragment_B(dk_part.partition_B(shared.sQ_columns)),
             tdO_columns=dv.make_fragment_B(dv_part.partition_B(shared.sdO_columns)),
@@ -198,9 +202,9 @@ class Keys:
         self, c: KeyOwner, mask: TransposedMask, shared: Shared, work: Work,
         blocks: tuple, step: Int32, more: Boolean,
     ):  # fmt: skip
-        """One block of queries, blocks[0], whose S^T is under way. At its end S^T of the next one,
-        blocks[1], is issued (on whatever the stage holds, where there is none: a branch around it
-        would make ptxas wait after every product)."""
+        """One block of queries, blocks[0], whose S^T is under way; step is its position. At its end
+        S^T of the next one, blocks[1], is issued (on whatever the stage holds, where there is none:
+        a branch around it would make ptxas wait after every product)."""
         stage = shared.do_ring.stage(step)
         statistics = shared.sStatistics[None, shared.q_ring.stage(step)]
         self._probabilities(c, mask, statistics, work, blocks[0])
@@ -320,13 +324,18 @@ class Keys:
         self, tensors: Globals, shared: Shared, work: Work, c: KeyOwner, num_steps: Int32
     ):
         dv, dk = (self.products.sums(n) for n in (self.traits.head_dim_v, self.traits.head_dim))
-        sdV, sdK = shared.sV[None, None, c.wg], shared.sK[None, None, c.wg]
+        piece = kv_piece(shared, work, c.wg, self.wgs)
+        sdV, sdK = shared.sV[None, None, piece], shared.sK[None, None, piece]
         self._store_tile(dv, c.dV, sdV, tensors.tma_dv, tensors.mdV, work, c.wg)
         if num_steps > 0:
             # Until the last step's dS was used, and with it K.
-            shared.ds_ring.wait_empty(num_steps - 1 + self.config.ds_stages)
+            shared.ds_ring.wait_empty(work.position(num_steps - 1 + self.config.ds_stages))
         self._store_tile(dk, c.dK, sdK, tensors.tma_dk, tensors.mdK, work, c.wg)
-        cute.arch.cp_async_bulk_wait_group(0)
+        # Shared memory must stay until it has been read; the writes end with the kernel.
+        cute.arch.cp_async_bulk_wait_group(0, read=self.config.persistent > 0)
+        if cutlass.const_expr(self.config.persistent > 0):
+            if cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0:
+                shared.kv_ring.release(work.before)
 
     @cute.jit
     def _store_tile(self, mma, values, target, atom, m, work: Work, wg: Int32):

@@ -13,14 +13,16 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute.backward_rows import clear
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
     Scalars,
     Shared,
     Work,
+    kv_piece,
 )
-from ridgeline.kernels.attention.cute.blocks import Walk, turn
+from ridgeline.kernels.attention.cute.blocks import ZEROS_CLUSTER, Walk, turn
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
 from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, release
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
@@ -58,6 +60,9 @@ class Queries:
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 self._load_keys(tensors, shared, work)
+        self._await_before()
+        if cutlass.const_expr(not helpers):
+            if warp_index == 0:
                 for i in cutlass.range_constexpr(self.config.stages):
                     if i < num_steps:
                         self._load_queries(tensors, shared, work, Int32(i))
@@ -65,21 +70,22 @@ class Queries:
         rows, columns = self.products.dq_part()
         dQ = cute.make_rmem_tensor(mma.partition_shape_C((rows, columns)), Float32)
         for step in cutlass.range(num_steps, unroll=1):
-            shared.ds_ring.wait_full(step)
-            stage = shared.ds_ring.stage(step)
+            position = work.position(step)
+            shared.ds_ring.wait_full(position)
+            stage = shared.ds_ring.stage(position)
             if cutlass.const_expr(not helpers):
                 self._await_turn(tensors, scalars, work, step)
             for i in cutlass.range_constexpr(self.config.dq_parts):
-                self._issue_dq(shared, mma, dQ, stage, i)
+                self._issue_dq(shared, mma, dQ, (stage, work), i)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i == self.config.dq_parts - 1):
-                    release(shared.ds_ring, step)
+                    release(shared.ds_ring, position)
                 if cutlass.const_expr(helpers and ordered and i == 0):
-                    shared.turn_ring.wait_full(step)
+                    shared.turn_ring.wait_full(position)
                 self._add_dq(tensors, shared, work, dQ, step, i)
             if cutlass.const_expr(helpers):
                 if cutlass.const_expr(ordered):
-                    self._tell_added(shared, step)
+                    self._tell_added(shared, position)
             else:
                 self._pass_turn(tensors, work, step)
                 # Only now, when no accumulator is alive: it takes the registers of one.
@@ -89,6 +95,12 @@ class Queries:
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _await_before(self):
+        """Until the kernel before this one has ended: its statistics and zeros are there."""
+        if cutlass.const_expr(self.config.overlapped):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _tell_added(self, shared: Shared, step: Int32):
@@ -103,32 +115,87 @@ class Queries:
     def help(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
         """The fourth warpgroup, a warp for each kind of waiting."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        num_steps = work.num_steps()
         if warp == 0:
-            self._load_keys(tensors, shared, work)
-            for step in cutlass.range(num_steps, unroll=1):
-                self._load_queries(tensors, shared, work, step)
+            self.load(tensors, shared, work)
         if cutlass.const_expr(self.traits.deterministic):
             if warp == 1:
-                for step in cutlass.range(num_steps, unroll=1):
-                    shared.turn_ring.wait_empty(step)
-                    if cute.arch.lane_idx() == 0:
-                        self._poll(tensors, scalars, work, step)
-                        shared.turn_ring.publish(step)
-                    cute.arch.sync_warp()
+                self.poll_turns(tensors, scalars, shared, work)
             if warp == 2:
-                for step in cutlass.range(num_steps, unroll=1):
-                    shared.added_ring.wait_full(step)
-                    if cute.arch.lane_idx() == 0:
-                        # Cumulative: the barrier orders the other threads' additions before it.
-                        cute.arch.fence_acq_rel_gpu()
-                        self._count(tensors, work, step, "relaxed")
-                        shared.added_ring.release(step)
-                    cute.arch.sync_warp()
+                self.hand_on_turns(tensors, shared, work)
 
     @cute.jit
-    def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, stage: Int32, part: int):
-        """One part of dQ = dS K: some of its rows or of its columns."""
+    def load(self, tensors: Globals, shared: Shared, work: Work):
+        """A warp: K and V, then Q and dO of every step as room is made."""
+        self._load_keys(tensors, shared, work)
+        self._await_before()
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            self._load_queries(tensors, shared, work, step)
+
+    @cute.jit
+    def zero_ahead(self, tensors: Globals, number: Int32):
+        """A warp: zeros in the rows of dQ that belong to the keys of a later block."""
+        order = tensors.tiles.order
+        target = number + order.lag()
+        if target < order.num_long():
+            block, kv_head, batch = order.coordinates(target, DeviceInteger)
+            group = tensors.mQ.shape[2] // tensors.mK.shape[2]
+            parts = keys_per_block(self.config) // self.config.block_q
+            for member in cutlass.range(group, unroll=1):
+                for part in cutlass.range_constexpr(parts):
+                    tile = block * parts + part
+                    if tile < tensors.tiles.num_blocks:
+                        row = batch * tensors.tiles.num_blocks + tile
+                        sums = tensors.dq_sum[row, kv_head * group + member, None]
+                        clear(sums, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            # Cumulative: the other lanes' stores come before it too.
+            cute.arch.fence_acq_rel_gpu()
+            counter = tensors.turns.iterator + number // ZEROS_CLUSTER
+            cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def await_zeros(self, tensors: Globals, number: Int32):
+        """A warp: until the rows of dQ that a block adds to are zero."""
+        self._await_before()
+        begin, end = tensors.tiles.order.zeroed(number, DeviceInteger)
+        cluster = begin + cute.arch.lane_idx()
+        while cluster < end:
+            counter = tensors.turns.iterator + cluster
+            done = ptx.load_acquire(counter)
+            while done != ZEROS_CLUSTER:
+                done = ptx.load_acquire(counter)
+            cluster += cute.arch.WARP_SIZE
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def poll_turns(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
+        """A warp: says when each step's turn has come."""
+        self._await_before()
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            shared.turn_ring.wait_empty(work.position(step))
+            if cute.arch.lane_idx() == 0:
+                self._poll(tensors, scalars, work, step)
+                shared.turn_ring.publish(work.position(step))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def hand_on_turns(self, tensors: Globals, shared: Shared, work: Work):
+        """A warp: hands each step's turn on once its additions are there."""
+        for step in cutlass.range(work.num_steps(), unroll=1):
+            shared.added_ring.wait_full(work.position(step))
+            if cute.arch.lane_idx() == 0:
+                # Cumulative: the barrier orders the other threads' additions before it.
+                cute.arch.fence_acq_rel_gpu()
+                self._count(tensors, work, step, "relaxed")
+                shared.added_ring.release(work.position(step))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, place: tuple, part: int):
+        """One part of dQ = dS K: some of its rows or of its columns. place: stage of dS, and whose
+        keys."""
+        stage, work = place
         rows, columns = self.products.dq_part()
         by_row = rows < self.config.block_q
         sdS = cute.local_tile(shared.sdS, (rows, KEYS), (part if by_row else 0, 0, None))
@@ -141,7 +208,8 @@ class Queries:
             for k in cutlass.range_constexpr(KEYS // 16):
                 mma.set(warpgroup.Field.ACCUMULATE, w + k > 0)
                 a = tdS[None, None, k, stage * self.wgs + w]
-                cute.gemm(mma, dQ, a, tK[None, None, k, w], dQ)
+                piece = kv_piece(shared, work, w, self.wgs)
+                cute.gemm(mma, dQ, a, tK[None, None, k, piece], dQ)
         warpgroup.commit_group()
 
     @cute.jit
@@ -149,8 +217,10 @@ class Queries:
         """K and V, once, in pieces of one warpgroup's keys."""
         size = self.dtype.width // 8
         num_bytes = keys_per_block(self.config) * (self.traits.head_dim + self.traits.head_dim_v)
+        if cutlass.const_expr(self.config.persistent > 0):
+            shared.kv_ring.wait_empty(work.before)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, num_bytes * size)
+            shared.kv_ring.expect(work.before, num_bytes * size)
         for atom, m, s, dim in (
             (tensors.tma_k, tensors.mK, shared.sK, self.traits.head_dim),
             (tensors.tma_v, tensors.mV, shared.sV, self.traits.head_dim_v),
@@ -159,12 +229,14 @@ class Queries:
             for w in cutlass.range_constexpr(self.wgs):
                 tile = cute.local_tile(rows, (KEYS, dim), (work.block * self.wgs + w, 0))
                 in_shared, in_global = tma_pair(atom, s, tile)
-                cute.copy(atom, in_global, in_shared[None, w], tma_bar_ptr=shared.kv_barrier)
+                piece, full = kv_piece(shared, work, w, self.wgs), shared.kv_ring.full(work.before)
+                cute.copy(atom, in_global, in_shared[None, piece], tma_bar_ptr=full)
 
     @cute.jit
     def _load_queries(self, tensors: Globals, shared: Shared, work: Work, step: Int32):
         """Q with its statistics, and dO, of one step; waits until their stage is free."""
         head, block = work.at(step)
+        position = work.position(step)
         block_q, size = self.config.block_q, self.dtype.width // 8
         for ring, atom, m, s, dim in (
             (shared.q_ring, tensors.tma_q, tensors.mQ, shared.sQ, self.traits.head_dim),
@@ -174,18 +246,18 @@ class Queries:
             tile = cute.local_tile(rows, (block_q, dim), (block, 0))
             with_statistics = s is shared.sQ
             words = ROW_STATISTICS * block_q if with_statistics else 0
-            ring.wait_empty(step)
+            ring.wait_empty(position)
             with cute.arch.elect_one():
-                ring.expect(step, block_q * dim * size + 4 * words)
+                ring.expect(position, block_q * dim * size + 4 * words)
             in_shared, in_global = tma_pair(atom, s, tile)
-            stage = ring.stage(step)
-            cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(step))
+            stage = ring.stage(position)
+            cute.copy(atom, in_global, in_shared[None, stage], tma_bar_ptr=ring.full(position))
             if cutlass.const_expr(with_statistics):
                 tile_index = work.first_tile(tensors, self.config.block_q) + block
                 source = tensors.statistics[tile_index, head, None].iterator
                 target = shared.sStatistics[None, stage].iterator
                 with cute.arch.elect_one():
-                    ptx.bulk_load(target, source, 4 * words, ring.full(step))
+                    ptx.bulk_load(target, source, 4 * words, ring.full(position))
 
     @cute.jit
     def _add_dq(

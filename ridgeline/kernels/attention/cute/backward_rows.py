@@ -23,11 +23,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ridgeline.kernels.attention.cute.forward import DeviceInteger
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
 from ridgeline.kernels.attention.cute.seqlens import Extent, Lengths, tokens_of
 from ridgeline.kernels.attention.cute.softmax import LOG2_E
-from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig, BackwardTraits
+from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    BackwardConfig,
+    BackwardTraits,
+    is_overlapped,
+    is_zeroing,
+    keys_per_block,
+)
+from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 
 THREADS = 256
 VECTOR = 8
@@ -41,6 +49,10 @@ class Tiles:
     lengths: Lengths
     num_blocks: Any
     """Blocks of queries of the longest sequence."""
+    num_batches: Any
+    """Of packed sequences."""
+    order: Any = None
+    """`blocks.KeyOrder` where blocks of keys are numbered by it."""
 
     def first(self, extent: Extent, batch: Any, block_q: int) -> Any:
         """The first tile of a sequence."""
@@ -48,14 +60,26 @@ class Tiles:
             return extent.offset_q // block_q + batch
         return batch * self.num_blocks
 
+    @cute.jit
+    def place(self, block: Int32, batch: Int32, block_q: cutlass.Constexpr[int]):
+        """(block, batch) of a block of threads: packed sequences have as many as they have tiles,
+        and at most one more each, not as many as the longest."""
+        if cutlass.const_expr(self.lengths.cu_seqlens_q is not None):
+            starts = self.lengths.cu_seqlens_q
+            batch = packed_sequence(starts, self.num_batches, block_q, block)
+            block -= starts[batch] // block_q + batch
+        return block, batch
+
 
 class Rows:
     """Both kernels for one (traits, config)."""
 
-    def __init__(self, traits: BackwardTraits, config: BackwardConfig):
+    def __init__(self, traits: BackwardTraits, config: BackwardConfig | RolesConfig):
         self.traits = traits
         self.block_q = config.block_q
         self.dtype = DTYPES[traits.dtype]
+        self.overlapped = is_overlapped(config)
+        self.block_k, self.zeroing = keys_per_block(config), is_zeroing(config)
 
     @cute.kernel
     def before(
@@ -69,10 +93,22 @@ class Rows:
         dq_sum: cute.Tensor,
         turns,
         tiles: Tiles,
+        rest,
     ):
-        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]."""
+        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]; rest: dq,
+        dk and dv of packed sequences, whose rows behind the last are cleared."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(rest is not None):
+            blocks, heads, _ = cute.arch.grid_dim()
+            worker, workers = (block * heads + head) * THREADS + thread, blocks * heads * THREADS
+            starts = tiles.lengths.cu_seqlens_q, tiles.lengths.cu_seqlens_k
+            dq, dk, dv = rest
+            for tensor, ends in ((dq, starts[0]), (dk, starts[1]), (dv, starts[1])):
+                clear_rest(tensor, ends[tiles.num_batches], worker, workers)
+        block, batch = tiles.place(block, batch, self.block_q)
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         extent = tiles.lengths.extent(batch)
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
@@ -106,14 +142,29 @@ class Rows:
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
                     turns[tile, head, 0] = Int32(0)
-            _clear(dq_sum[tile, head, None], thread)
+                    if (tile == 0) & (head == 0):  # the queue of persistent blocks
+                        turns[turns.shape[0] - 1, 0, 0] = Int32(0)
+            if cutlass.const_expr(self.zeroing):
+                # What the main kernel does not zero.
+                order, parts = tiles.order, self.block_k // self.block_q
+                kv_head = head * order.num_heads // mO.shape[2]
+                if order.zeroed_before(block // parts, kv_head, batch, DeviceInteger):
+                    clear(dq_sum[tile, head, None], thread, THREADS)
+            else:
+                clear(dq_sum[tile, head, None], thread, THREADS)
 
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
         """mdQ [S, D, H, B]; dq_sum [tiles, H, block_q * D]."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
+        blocks, heads, batches = cute.arch.grid_dim()
+        # What was added last comes first: it is still in L2.
+        block, head, batch = blocks - 1 - block, heads - 1 - head, batches - 1 - batch
+        block, batch = tiles.place(block, batch, self.block_q)
         extent = tiles.lengths.extent(batch)
+        if cutlass.const_expr(self.overlapped):
+            cute.arch.griddepcontrol_wait()
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
             gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
@@ -135,6 +186,33 @@ class Rows:
                             narrow[e] = (word * scale).to(self.dtype)
                         target = _run(gdQ[query, None], column * VECTOR, VECTOR)
                         cute.autovec_copy(narrow, target)
+
+
+@cute.jit
+def packed_sequence(starts: cute.Tensor, num_batches, rows: cutlass.Constexpr[int], number: Int32):
+    """The sequence that a tile of `rows` rows belongs to. Sequence b has those from starts[b] //
+    rows + b on, so at most one between two is nobody's; found by bisection."""
+    low, high = Int32(0), Int32(num_batches)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] // rows + middle <= number:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cute.jit
+def clear_rest(tensor: cute.Tensor, begin: Int32, worker: Int32, workers: Int32):
+    """Zeros from row `begin` on of a contiguous [rows, heads, dim], some by each worker."""
+    rows, heads, dim = tensor.shape
+    zeros = cute.make_rmem_tensor(cute.make_layout(VECTOR), tensor.element_type)
+    zeros.fill(0.0)
+    pieces = dim // VECTOR
+    for i in cutlass.range(worker, (rows - begin) * heads * pieces, workers, unroll=1):
+        line = i // pieces
+        row = tensor[begin + line // heads, line % heads, None]
+        cute.autovec_copy(zeros, _run(row, (i - line * pieces) * VECTOR, VECTOR))
 
 
 def _lanes(head_dim: int) -> int:
@@ -173,9 +251,9 @@ def _row_value(tensor: cute.Tensor, token, head, batch, packed: bool):
 
 
 @cute.jit
-def _clear(tensor: cute.Tensor, thread: Int32):
-    """Zeros, 16 bytes a store."""
+def clear(tensor: cute.Tensor, thread: Int32, threads: cutlass.Constexpr[int]):
+    """Zeros by some threads, 16 bytes a store."""
     zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     zeros.fill(0.0)
-    for i in cutlass.range(thread, cute.size(tensor) // 4, THREADS, unroll=1):
+    for i in cutlass.range(thread, cute.size(tensor) // 4, threads, unroll=1):
         cute.autovec_copy(zeros, _run(tensor, i * 4, 4))

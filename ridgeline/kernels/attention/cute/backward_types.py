@@ -58,7 +58,8 @@ class Globals:
     dq_sum: cute.Tensor
     """fp32 [tiles, H, block_q * D], in the order of backward_rows.py"""
     turns: Any
-    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ"""
+    """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ; the last row's
+    first word counts the blocks of keys that persistent blocks have drawn."""
     tiles: Tiles
     num_key_blocks: Int32
     num_batches: Int32
@@ -96,10 +97,10 @@ class Shared:
     """[block_q, V, stages]"""
     sdO_columns: cute.Tensor
     sK: cute.Tensor
-    """[64, D, warpgroups]"""
+    """[64, D, stages of K and V * warpgroups]"""
     sK_columns: cute.Tensor
     sV: cute.Tensor
-    """[64, V, warpgroups]"""
+    """[64, V, stages of K and V * warpgroups]"""
     sdS: cute.Tensor
     """[block_q, 64, ds_stages * warpgroups]"""
     sdS_columns: cute.Tensor
@@ -114,7 +115,11 @@ class Shared:
     """Helpers: filled when a step's turn has come."""
     added_ring: Ring
     """Helpers: filled when a step's dQ was added."""
-    kv_barrier: cute.Pointer
+    kv_ring: Ring
+    """K and V; of a block of threads that has one block of keys, its first use."""
+    record_ring: Any
+    sRecord: Any
+    """int32 [stages]: numbers of blocks of keys, persistent; else None."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,14 @@ class Work:
     """The block of queries that a head's walk starts with; it wraps around."""
     down: Boolean | None = None
     """Whether the walk goes from the last queries to the first; None: never."""
+    before: Any = 0
+    """Blocks of keys that this block of threads had before."""
+    steps_before: Any = 0
+    """Their steps."""
+
+    def position(self, step):
+        """A step's place in the rings."""
+        return step + self.steps_before
 
     def steps_per_head(self):
         return self.queries.end - self.queries.begin
@@ -196,6 +209,13 @@ class Products:
 
     def dq_part(self) -> tuple[int, int]:
         return dq_part(self.config, self.traits)
+
+
+def kv_piece(shared: Shared, work: Work, wg, wgs: int):
+    """Where the keys of a warpgroup lie."""
+    if shared.kv_ring.stages == 1:
+        return wg
+    return shared.kv_ring.stage(work.before) * wgs + wg
 
 
 def statistics_pair(statistics: cute.Tensor, start):

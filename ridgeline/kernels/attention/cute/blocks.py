@@ -14,6 +14,11 @@ from typing import Any
 
 UNBOUNDED = 1 << 29
 """A window side that never cuts, small enough that sums of three stay inside int32."""
+ZEROS_CLUSTER = 16
+"""Blocks of keys whose zeros in dQ are counted together."""
+ZEROS_AHEAD = 176
+"""Blocks of keys, beside a window's own, between one and the one that zeroes its dQ: more than run
+at once (132) and a cluster, so that nobody waits."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,86 @@ class Integer:
     @staticmethod
     def choose(condition: Any, a: Any, b: Any) -> Any:
         return a if condition else b
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """The numbering of the backward's blocks of keys of a causal window.
+
+    Section of heads after section, inside it the first keys of all heads first, but for the last
+    `span` blocks of each head: their walks are shorter, so they come after all others and fill the
+    end, when some multiprocessors have run out of work.
+
+    With as many queries as keys, block n may also zero the rows of dQ of block n + lag, the queries
+    at its keys, for the blocks that add to them: those of the same head to n + lag, `span` before
+    it at most. So block n adds when all numbers to n + span * heads_per_section - lag have zeroed.
+    """
+
+    num_key_blocks: Any
+    """Of a head."""
+    num_heads: Any
+    """Of keys and values."""
+    num_batches: Any
+    heads_per_section: Any
+    span: Any
+    """Blocks of keys behind its own whose rows see a block's keys."""
+    short: Any
+    """Of a head's blocks, those that come last: span, or all."""
+
+    def units(self) -> Any:
+        return self.num_heads * self.num_batches
+
+    def num_long(self) -> Any:
+        return self.units() * (self.num_key_blocks - self.short)
+
+    def lag(self) -> Any:
+        return self.span * self.heads_per_section + ZEROS_AHEAD
+
+    def coordinates(self, number: Any, integer: Any = Integer) -> tuple[Any, Any, Any]:
+        """(block of keys, head, batch) of a number."""
+        choose = integer.choose
+        long, num_long = self.num_key_blocks - self.short, self.num_long()
+        behind = number >= num_long
+        inside = number - choose(behind, num_long, 0)
+        per_section = choose(behind, self.short, long) * self.heads_per_section
+        section = inside // per_section
+        first = section * self.heads_per_section
+        width = integer.minimum(self.heads_per_section, self.units() - first)
+        inside = inside - section * per_section
+        row = inside // width
+        unit = first + inside - row * width
+        batch = unit // self.num_heads
+        return row + choose(behind, long, 0), unit - batch * self.num_heads, batch
+
+    def zeroed_before(self, block: Any, head: Any, batch: Any, integer: Any = Integer) -> Any:
+        """Whether a block's rows of dQ are zeroed by nobody in the main kernel."""
+        long = self.num_key_blocks - self.short
+        unit = batch * self.num_heads + head
+        first = unit // self.heads_per_section * self.heads_per_section
+        width = integer.minimum(self.heads_per_section, self.units() - first)
+        number = first * long + block * width + unit - first
+        return (block >= long) | (number < self.lag())
+
+    def zeroed(self, number: Any, integer: Any = Integer) -> tuple[Any, Any]:
+        """Clusters [begin, end) of numbers that must have zeroed before one adds."""
+        least, most = integer.minimum, integer.maximum
+        last = least(number + self.span * self.heads_per_section, self.num_long() - 1) - self.lag()
+        begin = most(number - self.lag(), 0) // ZEROS_CLUSTER
+        return begin, (most(last + 1, 0) + ZEROS_CLUSTER - 1) // ZEROS_CLUSTER
+
+
+def key_order(
+    sizes: tuple[Any, Any, Any], heads_per_section: Any, span: Any, integer: Any = Integer
+) -> KeyOrder:
+    """sizes: blocks of keys of a head, heads of keys, batches."""
+    short = integer.minimum(span, sizes[0])
+    return KeyOrder(*sizes, heads_per_section, span, short)
+
+
+def window_span(window_left: Any, block_k: int) -> Any:
+    """Blocks of keys behind one whose queries see its keys, in a causal window of as many queries
+    as keys."""
+    return (window_left + block_k - 1) // block_k
 
 
 def block_range(

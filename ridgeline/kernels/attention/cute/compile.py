@@ -12,6 +12,7 @@ from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ridgeline.kernels.attention.cute.backward import Backward
+from ridgeline.kernels.attention.cute.backward_persistent import PersistentBackward
 from ridgeline.kernels.attention.cute.cache import ARCHITECTURE, Config, Traits
 from ridgeline.kernels.attention.cute.cached import CachedForward
 from ridgeline.kernels.attention.cute.forward import Forward
@@ -21,6 +22,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    counts,
+    is_persistent,
 )
 from ridgeline.kernels.attention.cute_sm90_cached_config import CachedConfig, CachedTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
@@ -47,6 +50,8 @@ def _compile(traits: Traits, config: Config, options: str) -> Any:
         return cute.compile(Forward(traits, config), *arguments, options=options)
     assert isinstance(traits, BackwardTraits) and not isinstance(config, ForwardConfig)
     arguments = (*_backward_tensors(traits, config), *numbers, Int32(1), Int32(0), Int32(0), stream)
+    if is_persistent(config):
+        return cute.compile(PersistentBackward(traits, config), *arguments, options=options)
     if isinstance(config, RolesConfig):
         return cute.compile(BackwardByRoles(traits, config), *arguments, options=options)
     return cute.compile(Backward(traits, config), *arguments, options=options)
@@ -143,7 +148,7 @@ def _cached_tensors(traits: CachedTraits) -> list[Any]:
 def _backward_tensors(traits: BackwardTraits, config: BackwardConfig | RolesConfig) -> list[Any]:
     x = _Shapes(traits)
     turns = None
-    if traits.deterministic:
+    if counts(config, traits.deterministic):
         shape = (cute.sym_int32(), x.h, 1)
         turns = make_fake_tensor(Int32, shape, (cute.sym_int64(), 1, 1), assumed_align=4)
     return [
