@@ -78,10 +78,12 @@ def test_on_a_cpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 def test_on_a_gpu(impl: str) -> None:
     model = quantized_decoder(impl, torch.float16, "cuda")
-    assert tokens_of(model) == reference_tokens()
+    tokens = tokens_of(model)  # not in the assertion: see pretended_hopper.py
+    assert tokens == reference_tokens()
     prepare_linears(model)
     released = [linear.qweight.numel() == 0 for _, linear in quantized_linears(model)]
-    assert all(released) and tokens_of(model) == reference_tokens()
+    tokens = tokens_of(model)
+    assert all(released) and tokens == reference_tokens()
     stored = quantized_decoder("ref", torch.float16).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), stored[name]), name
