@@ -288,8 +288,8 @@ def _modules(done: QuantizedModel) -> Section:
         for report in ranked
     ]
     header = (
-        "module", "outputs x inputs", "bits", "output error", "weight error", "loss", "damping",
-        "dead inputs", "seconds",
+        "module", "out x in", "bits", "output error", "weight error", "loss", "damping",
+        "dead inputs", "s",
     )  # fmt: skip
     caption = (
         f"Every module, the worst first, by its name in {prefix.rstrip('.') or 'the model'}; "

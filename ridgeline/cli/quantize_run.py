@@ -32,7 +32,7 @@ from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.assemble import assemble
 from ridgeline.quant.block import HEAD, block_indices
 from ridgeline.quant.calibrate import Around, quantize_model
-from ridgeline.quant.checkpoint import CheckpointSize, Extras
+from ridgeline.quant.checkpoint import CheckpointSize, Extras, config_of
 from ridgeline.quant.evaluate import Evaluation
 from ridgeline.quant.journal import Journal
 from ridgeline.quant.mixed import choose_widths, measure_widths, with_widths
@@ -120,8 +120,11 @@ def _request(config: QuantizeConfig) -> Request:
 
 
 def check_layers(model: StreamedDecoder, recipe: Recipe) -> None:
-    """Refuse widths that cannot be packed before minutes of work. Raises: UserError naming the
-    layer."""
+    """Refuse before minutes of work what cannot be packed or described.
+
+    Raises: UserError naming the layer; ValueError for an exception that the format's config cannot
+    state.
+    """
     shapes: dict[str, tuple[int, int]] = {}
     for index in block_indices(model):
         for name in (name for group in model.linear_groups() for name in group):
@@ -142,6 +145,9 @@ def check_layers(model: StreamedDecoder, recipe: Recipe) -> None:
                 f"quantize: {name}: group_size must divide its {k} inputs, got "
                 f"{layout.group_size}; choose a divisor, for example 64, or skip the layer"
             )
+    packed = [name for name in shapes if recipe.layout_of(name) is not None]
+    if packed:
+        config_of(recipe, packed, [name for name in shapes if name not in set(packed)])
 
 
 # ---- prediction ------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_a_head_that_cannot_be_packed_is_refused_before_the_work(config, monkeyp
     assert not journal_folder(config.out).exists()
 
 
+def test_an_exception_that_the_config_cannot_state_is_refused_before_the_work(config, monkeypatch):
+    monkeypatch.setattr(quantize_run, "quantize_model", lambda *_, **__: pytest.fail("worked"))
+    with pytest.raises(ValueError, match="awq: .*down_proj"):
+        quantize(replace(config, format="awq", override=("down_proj=group:16",)))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -20,11 +20,18 @@ _HELPERS = "H200, 2026-11-30, run 3443fa890321"
 _CACHES = "H200, 2026-11-30, checks at commit 561500f"
 _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
-_PERSISTENT = "H200, 2026-11-30, run 430177abb566"
+_PERSISTENT = "H200, 2026-11-30, run 06124d1a29b1"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
 
-_WIDTHS = ((192, 128), (192, 192), (256, 256))
-"""Head dims beyond 128 that forwards were compared at."""
+_WIDE_HEADS = "H200, 2026-11-30, checks at commit 13b8ad8"
+
+_WIDTHS = (
+    (160, 64), (160, 128), (160, 160), (192, 96), (192, 128), (192, 160), (192, 192), (256, 64),
+    (256, 160), (256, 192), (256, 256),
+)  # fmt: skip
+"""Tiles' head dims beyond 128 at which both directions were compared."""
+_BACKWARD_WIDTHS = ((192, 64), (256, 128), (160, 192), (128, 192), (192, 256), (64, 256))
+"""And those at which the backward alone was, with the reference's output and LSE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +51,16 @@ def _wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > 128
 
 
-def _widths(problem: AttentionProblem) -> tuple[int, int]:
-    return problem.head_dim, problem.head_dim_v
+def tile_dim(head_dim: int) -> int:
+    """The head dim of the tile that holds one, as `cute_sm90_config.padded`."""
+    step = 32 if head_dim <= 192 else 64
+    return -(-head_dim // step) * step
+
+
+def _compared(problem: AttentionProblem) -> bool:
+    """Whether tiles of these head dims were compared with the reference."""
+    dims = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
+    return dims in _WIDTHS or (problem.direction == "bwd" and dims in _BACKWARD_WIDTHS)
 
 
 def _narrow_backward(problem: AttentionProblem) -> bool:
@@ -83,9 +98,14 @@ FEATURES = (
         uses=lambda p: p.direction == "fwd",
         run=f"{_FIRST}; {_PUBLIC}",
     ),
-    Feature(  # what test_wide_heads found at (200, 136) begins here: see log/attention_hopper.md
-        what="forward of head dims beyond 128 other than 192, 256 and (192, 128)",
-        uses=lambda p: p.direction == "fwd" and _wide(p) and _widths(p) not in _WIDTHS,
+    Feature(
+        what="head dims beyond 128: 192, 256, (192, 128) and eight other pairs of tiles' widths",
+        uses=lambda p: _wide(p) and _compared(p),
+        run=_WIDE_HEADS,
+    ),
+    Feature(
+        what="head dims beyond 128: other pairs",
+        uses=lambda p: _wide(p) and not _compared(p),
         run=None,
     ),
     Feature(
@@ -133,11 +153,6 @@ FEATURES = (
         what="backward of head dims beyond 128, dense",
         uses=lambda p: _roles(p) and _wide(p),
         run=_ROLES,
-    ),
-    Feature(  # dQ of (200, 136) was wrong on an H200, with out and LSE of this forward
-        what="backward of head dims beyond 128 that are no multiples of 64",
-        uses=lambda p: _roles(p) and _wide(p) and (p.head_dim % 64 or p.head_dim_v % 64) != 0,
-        run=None,
     ),
     Feature(
         what="backward with softcap, dense",

@@ -235,7 +235,6 @@ _MEASURED = {
     (4096, 14336, 16): ((16, 2, 1, 6, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 64): ((64, 2, 1, 3, 2, 2), Plan(waves=0, blocks=224, cluster=2)),
     (4096, 14336, 128): ((128, 2, 1, 4, 2, 1), Plan(waves=1, blocks=112)),
-    (4096, 14336, 256): ((128, 2, 1, 4, 2, 1), Plan(waves=0, blocks=132)),
     (4096, 14336, 512): ((128, 2, 1, 4, 2, 1), Plan(waves=2, blocks=132)),
     (4096, 14336, 1024): ((128, 2, 1, 4, 2, 1), Plan(waves=6, blocks=128)),
     (14336, 4096, 16): ((16, 2, 1, 7, 2, 2), Plan(waves=0, blocks=224, parts=7)),
@@ -282,7 +281,7 @@ def planned(config: MatmulConfig, plan: Plan, tiles: int, steps: int) -> MatmulL
 
 
 # Where clusters along K beat the other kernels: (k, n, most rows) -> plan of `stream_plan`. H200,
-# 2026-11-30, microseconds with / without: 4.0 / 4.4 at one row, 4.3 / 4.7 at 4, 5.7 / 6.3 at 16.
+# 2026-11-30, microseconds with / without: 3.9 / 4.4 at one row, 4.1 / 4.7 at 4, 4.3 / 6.3 at 16.
 _MEASURED_STREAMS = {
     (4096, 4096, 1): (8, 1, 1, 2, 2, 2, 1, False),
     (4096, 4096, 4): (8, 1, 1, 2, 2, 2, 1, False),

@@ -80,6 +80,31 @@ def test_which_calls_need_the_end_of_keys_hidden(change, inside, monkeypatch) ->
     assert bwd.refuses(problem, H200) is None
 
 
+@pytest.mark.parametrize(
+    ("dims", "forward", "backward"),
+    [
+        ((200, 136), True, True),
+        ((256, 160), True, True),
+        ((160, 48), True, True),
+        ((192, 128), True, True),
+        ((256, 128), False, True),
+        ((192, 32), False, False),
+    ],
+)
+def test_wide_heads_where_they_were_compared(
+    dims: tuple, forward: bool, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RIDGELINE_UNVERIFIED", raising=False)
+    for module, problem, taken in ((fwd, BASE, forward), (bwd, BACKWARD, backward)):
+        asked = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+        assert (module.refuses(asked, H200) is None) == taken
+
+
+def test_tiles_are_as_wide_as_the_kernels_make_them() -> None:
+    for dim in range(8, 257, 8):
+        assert verified.tile_dim(dim) == fwd.padded(dim)
+
+
 def test_every_problem_has_a_row() -> None:
     for problem in (BASE, BACKWARD, *UNVERIFIED):
         assert any(feature.uses(problem) for feature in verified.FEATURES)
