@@ -107,6 +107,7 @@ class DecodeGraphs:
         if self.recorded and self.on_gpu:
             torch.cuda.synchronize()  # a graph that runs is not to be taken apart
         self.recorded.clear()
+        self.pool = None  # its memory went with the last graph in it
         self.ahead = None
 
     def run(self, batch: StepBatch) -> torch.Tensor | list[int] | None:
