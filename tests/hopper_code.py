@@ -92,7 +92,7 @@ def _cuobjdump() -> str:
 def check(code: Code, *key: Any) -> None:
     """A kernel's machine code against its compile key: (traits, config), or a W4A16 config."""
     spilled = code.count(r"\b(?:LDL|STL)\b")
-    most = most_stack_bytes(key[-1])
+    most = most_stack_bytes(*key)
     assert max(code.stack_bytes) <= most, f"{code.stack_bytes} bytes of stack, {spilled} spills"
     assert most or not spilled, f"{spilled} spills"
     config = key[-1]
@@ -103,9 +103,13 @@ def check(code: Code, *key: Any) -> None:
     raise AssertionError(f"no check for {type(config).__name__}")
 
 
-def most_stack_bytes(config: Any) -> int:
+def most_stack_bytes(*key: Any) -> int:
     """Some W4A16 kernels put up to 88 bytes a thread on the stack, most of them tiles of 64 rows
-    with two blocks a multiprocessor (and a plan that only tests ask for 128); attention none."""
+    with two blocks a multiprocessor (and a plan that only tests ask for 128). Attention none, but
+    for softcap at head dim 64: three warpgroups with 96 are 7 % faster than two with none."""
+    config, traits = key[-1], key[0]
+    if isinstance(config, cfg.ForwardConfig) and config.num_warpgroups == 3:
+        return 96 if traits.softcap else 0
     return 128 if isinstance(config, DecodeConfig | StreamConfig | MatmulConfig) else 0
 
 
