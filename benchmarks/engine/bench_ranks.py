@@ -22,13 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.engine.one_sequence import (
-    WARM_STEPS,
     decode,
     gpu_name,
+    rounds,
     row_of,
     save,
-    step_bytes,
-    summary,
 )
 from benchmarks.engine.random_weights import group_of, random_weights
 from ridgeline.core import env
@@ -87,17 +85,7 @@ def measured(args: argparse.Namespace, shape: DecoderConfig, kind: str) -> dict[
         llm.close()
         return None
     decode(llm, args)
-    firsts: list[float] = []
-    every: list[float] = []
-    for turn in range(args.rounds):
-        first, steps = decode(llm, args, turn)
-        firsts.append(first)
-        every += steps[WARM_STEPS:]
-    values = summary(firsts, every, step_bytes(llm, args))
-    if args.device == "cuda":
-        ceiling = detect(args.device).ceilings.read_gbps / 1e3
-        share = round(100 * values["tbps"] / ceiling, 1)
-        values |= {"ceiling": ceiling, "percent_of_ceiling": share}
+    values = rounds(llm, args, args.device)
     recorded = llm.runner.graphs is not None and bool(llm.runner.graphs.recorded)
     llm.close()
     stored = kind if kind == "bf16" else f"{kind}_g{group_of(shape)}"

@@ -22,12 +22,10 @@ import torch
 
 from benchmarks.engine import throughput
 from benchmarks.engine.one_sequence import (
-    WARM_STEPS,
     decode,
+    rounds,
     row_of,
     save,
-    step_bytes,
-    summary,
 )
 from benchmarks.engine.random_weights import group_of, random_weights
 from ridgeline.core.arch import detect
@@ -140,16 +138,7 @@ class _Bench:
         args = self.args
         config = EngineConfig(max_model_len=2048, max_num_seqs=8, num_pages=512)
         llm = self.llm(kind, config, lambda llm: decode(llm, args))
-        firsts: list[float] = []
-        every: list[float] = []
-        for turn in range(args.rounds):
-            first, steps = decode(llm, args, turn)
-            firsts.append(first)
-            every += steps[WARM_STEPS:]
-        values = summary(firsts, every, step_bytes(llm, args))
-        ceiling = detect(self.device).ceilings.read_gbps / 1e3
-        share = round(100 * values["tbps"] / ceiling, 1)
-        values |= {"ceiling": ceiling, "percent_of_ceiling": share}
+        values = rounds(llm, args, self.device)
         values |= {"graph_ms": _graph_ms(llm), "matmul": _kernel_of(self.weights(kind))}
         if llm.runner.graphs is not None:
             graphs = llm.runner.graphs

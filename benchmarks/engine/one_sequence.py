@@ -113,3 +113,19 @@ def summary(first: list[float], steps: list[float], step_bytes: float | None) ->
 def step_bytes(llm: LLM, args: argparse.Namespace) -> float:
     kept = args.prompt_tokens + args.new_tokens / 2
     return llm.counters.weight_bytes + kept * llm.plan.kv_bytes_per_token
+
+
+def rounds(llm: LLM, args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """What `args.rounds` requests measured, beside the rate at which a GPU reads."""
+    firsts: list[float] = []
+    every: list[float] = []
+    for turn in range(args.rounds):
+        first, steps = decode(llm, args, turn)
+        firsts.append(first)
+        every += steps[WARM_STEPS:]
+    values = summary(firsts, every, step_bytes(llm, args))
+    if device.startswith("cuda"):
+        ceiling = detect(device).ceilings.read_gbps / 1e3
+        share = round(100 * values["tbps"] / ceiling, 1)
+        values |= {"ceiling": ceiling, "percent_of_ceiling": share}
+    return values

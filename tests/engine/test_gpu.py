@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from ridgeline.engine.errors import EngineDeadError, ReloadError
 from ridgeline.engine.llm import LLM, EngineConfig
 from ridgeline.engine.params import SamplingParams
 from tests.engine.conftest import write_model
-from tests.engine.test_workers import alive, ask, transformers_tokens, workers_of
+from tests.engine.test_workers import alive, ask, served, transformers_tokens, workers_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,28 +191,10 @@ def test_a_rank_that_is_killed_while_it_computes_is_told(folders):
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["drain", "lost"])
-def test_the_server_over_two_ranks(end, folders, want, tmp_path):
+def test_the_server_over_two_ranks(end, folders, want):
     """Answers, ends well on SIGTERM; when its rank is killed, says so and ends with 1."""
-    words = ["serve", str(folders[0]), "--port", "0", "--device", DEVICE, "--tensor-parallel", "2"]
-    words += ["--dtype", "float32", "--memory-gib", "2"]
-    errors = tmp_path / "stderr"
-    with open(errors, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ridgeline", *words],
-            cwd=ROOT,
-            env=env.child_environment(),
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        said = ""
-        while "OpenAI:" not in said:
-            line = process.stdout.readline()
-            assert line, said + errors.read_text()
-            said += line
-        address = re.search(r"http://[\d.:]+", said)[0]
+    flags = ["--dtype", "float32", "--memory-gib", "2"]
+    with served(folders[0], *flags, device=DEVICE) as (process, address, errors):
         (rank,) = workers_of(process)
         body = {"model": "1", "temperature": 0, "max_tokens": NEW, "ignore_eos": True}
         tokenizer = LLM(folders[0], config(device="cpu")).tokenizer
@@ -227,9 +208,6 @@ def test_the_server_over_two_ranks(end, folders, want, tmp_path):
         if end == signal.SIGKILL:
             said = " ".join(errors.read_text().split())
             assert "serve: the engine died: rank 1 was killed by SIGKILL; start" in said
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="counts GPUs")

@@ -192,9 +192,9 @@ def test_an_order_goes_through_a_pipe():
 
 
 @contextmanager
-def served(folder: Path, *flags: str):
+def served(folder: Path, *flags: str, device: str = "cpu"):
     """`ridgeline serve` with two ranks: (process, its address, where its stderr goes)."""
-    words = ["serve", str(folder), "--port", "0", "--device", "cpu", "--tensor-parallel", "2"]
+    words = ["serve", str(folder), "--port", "0", "--device", device, "--tensor-parallel", "2"]
     errors = folder.parent / "stderr"
     with open(errors, "w", encoding="utf-8") as file:
         process = subprocess.Popen(
