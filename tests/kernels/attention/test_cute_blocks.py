@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.kernels.attention.cute.blocks import (
+    LANES,
     UNBOUNDED,
     Integer,
     Walk,
     block_range,
+    narrowed,
     query_range,
+    sampled,
     turn,
 )
 
@@ -141,3 +144,22 @@ def test_turns_are_a_permutation_and_nobody_waits_forever(
                 if waiting:
                     running.append(waiting.pop(0))
         assert moved, "every running block waits"
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 65, 1000, 1025, 3000])
+def test_a_warp_finds_the_sequence_of_a_tile(count: int) -> None:
+    """Every fifth sequence is empty; each number of a tile, and the one between two sequences that
+    is nobody's, belongs to the last that begins no later. Rounds: one for each factor of 32."""
+    lengths = [0 if b % 5 == 3 else b * 37 % 300 for b in range(count)]
+    firsts, start = [], 0
+    for b, length in enumerate(lengths):
+        firsts.append(start // 64 + b)
+        start += length
+    for number in {*firsts, *(first + 1 for first in firsts), start // 64 + count - 1}:
+        low, high, rounds = 0, count, 0
+        while high - low > 1:
+            begun = sum(firsts[sampled(low, high, lane)] <= number for lane in range(LANES))
+            low, high = narrowed(low, high, begun)
+            rounds += 1
+        assert low == max(b for b in range(count) if firsts[b] <= number)
+        assert LANES ** (rounds - 1) < count or rounds == 0

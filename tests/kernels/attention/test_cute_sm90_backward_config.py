@@ -116,10 +116,11 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
     [
         ({"causal": True}, True),
         ({}, True),
-        ({"varlen": True}, False),
+        ({"varlen": True}, True),
         ({"causal": True, "window_left": 9}, True),
         ({"window_left": 9}, False),
-        ({"causal": True, "varlen": True}, False),
+        ({"causal": True, "varlen": True}, True),
+        ({"causal": True, "varlen": True, "seqused": True}, True),
         ({"causal": True, "window_left": 9, "varlen": True}, False),
         ({"deterministic": True, "varlen": True}, False),
         ({"deterministic": True, "window_left": 9}, True),

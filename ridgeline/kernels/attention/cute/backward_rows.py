@@ -23,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ridgeline.kernels.attention.cute.blocks import narrowed, sampled
 from ridgeline.kernels.attention.cute.forward import DeviceInteger
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
@@ -193,17 +194,13 @@ class Rows:
 @cute.jit
 def packed_sequence(starts: cute.Tensor, num_batches, rows: cutlass.Constexpr[int], number: Int32):
     """The sequence that a tile of `rows` rows belongs to. Sequence b has those from starts[b] //
-    rows + b on, so at most one between two is nobody's. A whole warp calls it: its lanes look at 32
-    sequences at a time, so that to 32 it takes one trip to memory, where bisection takes five."""
+    rows + b on, so at most one between two is nobody's. A whole warp calls it and looks at 32
+    sequences at a time: to 32 that is one trip to memory, where bisection takes five."""
     low, high = Int32(0), Int32(num_batches)
     while high - low > 1:
-        stride = (high - low + cute.arch.WARP_SIZE - 1) // cute.arch.WARP_SIZE
-        mine = cutlass.min(low + cute.arch.lane_idx() * stride, high - 1)
-        begun = starts[mine] // rows + mine <= number
-        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begun))
-        # Lanes behind the end repeat its last sequence.
-        low = cutlass.min(low + cutlass.max(passed - 1, 0) * stride, high - 1)
-        high = cutlass.min(low + stride, high)
+        mine = sampled(low, high, cute.arch.lane_idx(), DeviceInteger)
+        begun = cute.arch.vote_ballot_sync(starts[mine] // rows + mine <= number)
+        low, high = narrowed(low, high, cute.arch.popc(begun), DeviceInteger)
     return low
 
 

@@ -16,6 +16,8 @@ UNBOUNDED = 1 << 29
 """A window side that never cuts, small enough that sums of three stay inside int32."""
 ZEROS_CLUSTER = 16
 """Blocks of keys whose zeros in dQ are counted together."""
+LANES = 32
+"""Of a warp."""
 ZEROS_AHEAD = 176
 """Blocks of keys, beside a window's own, between one and the one that zeroes its dQ: more than run
 at once (132) and a cluster, so that nobody waits."""
@@ -252,3 +254,18 @@ def query_range(
     end = integer.maximum(end, begin)
     full_end = integer.maximum(full_end_query, 0) // block
     return BlockRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+
+
+def sampled(low: Any, high: Any, lane: Any, integer: Any = Integer) -> Any:
+    """Which of the sequences [low, high) a lane looks at, in a search by a whole warp; lanes behind
+    the end look at the last one."""
+    stride = (high - low + LANES - 1) // LANES
+    return integer.minimum(low + lane * stride, high - 1)
+
+
+def narrowed(low: Any, high: Any, begun: Any, integer: Any = Integer) -> tuple[Any, Any]:
+    """The sequences [low, high) that are left when so many lanes, the first ones, have found one
+    that begins no later than what is searched. To 32 sequences one round finds it."""
+    stride = (high - low + LANES - 1) // LANES
+    low = integer.minimum(low + integer.maximum(begun - 1, 0) * stride, high - 1)
+    return low, integer.minimum(low + stride, high)
