@@ -408,7 +408,7 @@ class Backward:
         if cutlass.const_expr(is_persistent(cfg)):
             records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
         firsts = None
-        if cutlass.const_expr(cfg.stores_first):
+        if cutlass.const_expr(is_storing_first(cfg)):
             firsts = smem.allocate_tensor(Int32, cute.make_layout(FIRST_PLACES), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):

@@ -225,13 +225,17 @@ class Queries:
                 if lane == 0:
                     first = self._claim(self._counter(tensors, work, step))
             for i in cutlass.range(granted, unroll=1):
-                position = work.position(step + i)
-                shared.turn_ring.wait_empty(position)
-                if lane == 0:
-                    shared.sFirst[position & (FIRST_PLACES - 1)] = first
-                    shared.turn_ring.publish(position)
-                cute.arch.sync_warp()
+                self._grant(shared, work.position(step + i), first)
             step += granted
+
+    @cute.jit
+    def _grant(self, shared: Shared, position: Int32, first: Int32):
+        """A warp: a step may store, or add."""
+        shared.turn_ring.wait_empty(position)
+        if cute.arch.lane_idx() == 0:
+            shared.sFirst[position & (FIRST_PLACES - 1)] = first
+            shared.turn_ring.publish(position)
+        cute.arch.sync_warp()
 
     @cute.jit
     def _claim(self, counter) -> Int32:
