@@ -32,6 +32,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    is_storing_first,
     keys_per_block,
 )
 
@@ -101,7 +102,7 @@ class Queries:
 
     def _asks(self) -> bool:
         """Whether the helpers say of each step when, or how, it may add."""
-        return self.traits.deterministic or self.config.stores_first
+        return self.traits.deterministic or is_storing_first(self.config)
 
     @cute.jit
     def _await_before(self):
@@ -129,7 +130,7 @@ class Queries:
                 self.poll_turns(tensors, scalars, shared, work)
             if warp == 2:
                 self.hand_on_turns(tensors, shared, work)
-        if cutlass.const_expr(self.config.stores_first):
+        if cutlass.const_expr(is_storing_first(self.config)):
             if warp == 1:
                 self.claim_tiles(tensors, shared, work)
             if warp == 2:
@@ -352,7 +353,7 @@ class Queries:
             self._add_dq_bulk(shared, values, target.iterator + first_word, thread)
         else:
             base = target.iterator + first_word + 4 * thread
-            if cutlass.const_expr(self.config.stores_first):
+            if cutlass.const_expr(is_storing_first(self.config)):
                 place = work.position(step) & (FIRST_PLACES - 1)
                 if cute.arch.make_warp_uniform(shared.sFirst[place]) != 0:
                     self._put_dq(values, target, part, thread)
