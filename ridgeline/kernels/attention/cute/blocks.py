@@ -271,7 +271,9 @@ def narrowed(low: Any, high: Any, begun: Any, integer: Any = Integer) -> tuple[A
     return low, integer.minimum(low + stride, high)
 
 
-def first_seen(lengths: tuple[Any, Any], right: Any | None, rows: int, integer: Any = Integer) -> Any:
+def first_seen(
+    lengths: tuple[Any, Any], right: Any | None, rows: int, integer: Any = Integer
+) -> Any:
     """The first tile of `rows` queries that some block of keys walks over, where there are keys and
     no bound on the left: all after it are walked over too, none before it."""
     seqlen_q, seqlen_k = lengths
