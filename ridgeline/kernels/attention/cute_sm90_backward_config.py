@@ -110,10 +110,6 @@ class BackwardConfig:
     """With short_last and as many queries as keys: an idle warp zeroes the rows of fp32 dQ that
     later blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
 
-    stores_first: bool = False
-    """Whoever is the first to add to a tile of fp32 dQ stores instead, so that nobody zeroes it: of
-    the helpers, one warp asks ahead which tiles have been stored to, and one says which are."""
-
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
     """Keys of a block of threads, or of a pair of them."""
@@ -126,8 +122,8 @@ def is_persistent(config: BackwardConfig | RolesConfig) -> bool:
 
 
 def counts(config: BackwardConfig | RolesConfig, deterministic: bool) -> bool:
-    """Whether blocks count something in global memory: turns, their work, or what is stored."""
-    return deterministic or is_persistent(config) or is_storing_first(config)
+    """Whether blocks count something in global memory: turns, or their work."""
+    return deterministic or is_persistent(config)
 
 
 def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
@@ -138,11 +134,6 @@ def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
 def is_short_last(config: BackwardConfig | RolesConfig) -> bool:
     """Whether blocks of keys are numbered by `blocks.KeyOrder`."""
     return isinstance(config, BackwardConfig) and config.short_last
-
-
-def is_storing_first(config: BackwardConfig | RolesConfig) -> bool:
-    """Whether fp32 dQ is zeroed by nobody."""
-    return isinstance(config, BackwardConfig) and config.stores_first
 
 
 def is_zeroing(config: BackwardConfig | RolesConfig) -> bool:
@@ -209,10 +200,6 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
     if (why := _why_not_persistent(config, traits)) is not None:
         return why
-    if config.stores_first and (traits.deterministic or traits.has_left or not config.helpers):
-        return "stores_first needs helpers, no turns, and no window on the left"
-    if config.stores_first and (config.persistent or config.dq_bulk):
-        return "stores_first needs a block of threads for each block of keys, and no dq_bulk"
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
         return f"needs {used} bytes of shared memory, a block has {SHARED_MEMORY_BYTES}"
     for have, need in zip(registers(config), accumulator_registers(config, traits), strict=True):

@@ -14,7 +14,6 @@ from ridgeline.kernels.attention.cute.blocks import (
     Integer,
     Walk,
     block_range,
-    first_seen,
     narrowed,
     query_range,
     sampled,
@@ -164,16 +163,3 @@ def test_a_warp_finds_the_sequence_of_a_tile(count: int) -> None:
             rounds += 1
         assert low == max(b for b in range(count) if firsts[b] <= number)
         assert LANES ** (rounds - 1) < count or rounds == 0
-
-
-@given(**{**SHAPES, "left": st.none()})
-@settings(max_examples=200, deadline=None)
-def test_tiles_behind_the_first_seen_one_are_walked_over(seqlen_q, seqlen_k, left, right) -> None:
-    """And none before it: nobody would store to those."""
-    lengths, window = (seqlen_q, seqlen_k), (left, right)
-    walked = set()
-    for first_key in range(0, seqlen_k, 32):
-        found = query_range(first_key, 32, 16, lengths, window)
-        walked |= set(range(found.begin, found.end))
-    tiles = range(-(-seqlen_q // 16))
-    assert walked == {tile for tile in tiles if tile >= first_seen(lengths, right, 16)}

@@ -99,13 +99,7 @@ class KeyBlock:
             self.added_ring.empty[step % 2].arrive()
 
 
-def simulate(
-    length: int,
-    window: tuple[int | None, int | None],
-    places: int,
-    seed: int,
-    kind: type[KeyBlock] = KeyBlock,
-) -> dict:
+def simulate(length: int, window: tuple[int | None, int | None], places: int, seed: int) -> dict:
     """Blocks start in their order, as many at once as there are places."""
     chance = random.Random(seed)
     blocks = range(-(-length // BLOCK_K))
@@ -116,7 +110,7 @@ def simulate(
     waits: dict[tuple[int, int], Callable[[], bool]] = {}
     while waiting or running:
         while waiting and len({block for block, _ in running}) < places:
-            key_block = kind(waiting.pop(), length, window)
+            key_block = KeyBlock(waiting.pop(), length, window)
             roles = [key_block.load(), key_block.keys(), key_block.keys()]
             roles += [key_block.poll(counters), key_block.add(added), key_block.hand_on(counters)]
             for i, role in enumerate(roles):
@@ -177,70 +171,3 @@ def test_the_model_notices_a_turn_never_handed_on(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(KeyBlock, "hand_on", forget)
     with pytest.raises(AssertionError, match="locked up"):
         simulate(640, (None, 0), 3, 0)
-
-
-CLAIMED, STORED, PLACES, LANES = 1, 3, 4, 5
-"""As in backward_rows.py and backward_queries.py, but for a warp of few lanes."""
-
-
-class StoringBlock(KeyBlock):
-    """With `stores_first`: the helpers say of each step whether it stores or adds."""
-
-    def __init__(self, block: int, length: int, window: tuple[int | None, int | None]):
-        super().__init__(block, length, window)
-        self.says: list[tuple[int, bool] | None] = [None] * PLACES
-
-    def claim(self, states: list[int]) -> Step:
-        step, end = 0, len(self.steps())
-        while step < end:
-            yield lambda: True
-            ahead = [states[self.tile(min(step + lane, end - 1))] for lane in range(LANES)]
-            granted = next((i for i, x in enumerate(ahead) if x != STORED), LANES)
-            granted, stores = min(granted, end - step), False
-            if granted == 0:
-                granted, tile = 1, self.tile(step)
-                stores = states[tile] == 0
-                states[tile] |= CLAIMED
-                if not stores:
-                    yield lambda tile=tile: states[tile] == STORED
-            for i in range(step, step + granted):
-                yield self.turn_ring.wait_empty(i)
-                self.says[i % PLACES] = (i, stores)
-                self.turn_ring.full[i % 2].arrive()
-            step += granted
-
-    def add(self, added: dict[int, list[int]]) -> Step:
-        for step in self.steps():
-            yield self.ds_ring.wait_full(step)
-            self.ds[step % 2] = []
-            self.ds_ring.empty[step % 2].arrive()
-            yield self.turn_ring.wait_full(step)
-            said = self.says[step % PLACES]
-            assert said is not None and said[0] == step
-            yield lambda: True
-            assert said[1] == (not added[self.tile(step)]), "stored over, or added to nothing"
-            added[self.tile(step)].append(self.block)
-            yield self.added_ring.wait_empty(step)
-            self.turn_ring.empty[step % 2].arrive()
-            self.added_ring.full[step % 2].arrive()
-
-    def hand_on(self, states: list[int]) -> Step:
-        for step in self.steps():
-            yield self.added_ring.wait_full(step)
-            said = self.says[step % PLACES]
-            assert said is not None and said[0] == step
-            if said[1]:
-                yield lambda: True
-                states[self.tile(step)] |= STORED
-            self.added_ring.empty[step % 2].arrive()
-
-    poll = claim
-
-
-@pytest.mark.parametrize(("length", "right", "places"), [(640, 0, 1), (640, 0, 3), (512, None, 4)])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_first_to_come_stores_and_nothing_locks_up(length, right, places, seed) -> None:
-    added = simulate(length, (None, right), places, seed, StoringBlock)
-    for tile, blocks in added.items():
-        seen = min(-(-length // BLOCK_K), (tile * BLOCK_Q + BLOCK_Q - 1) // BLOCK_K + 1)
-        assert sorted(blocks) == list(range(seen if right == 0 else length // BLOCK_K))

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ridgeline.kernels.attention.cute.backward_keys import Keys
-from ridgeline.kernels.attention.cute.backward_queries import FIRST_PLACES, TURN_STAGES, Queries
+from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queries
 from ridgeline.kernels.attention.cute.backward_rows import (
     THREADS,
     Rows,
@@ -59,7 +59,6 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     is_overlapped,
     is_persistent,
     is_short_last,
-    is_storing_first,
     is_zeroing,
     keys_per_block,
     registers,
@@ -154,11 +153,8 @@ class Backward:
             if cutlass.const_expr(not self.traits.seqused):
                 rest = (dq, dk, dv)
         mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        right = None
-        if cutlass.const_expr(is_storing_first(self.config) and self.traits.has_right):
-            right = window_right
         self.rows.before(
-            mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles, rest, right
+            mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles, rest
         ).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
         layouts = self._layouts()
         tensors = self._globals(
@@ -407,9 +403,6 @@ class Backward:
         records = None
         if cutlass.const_expr(is_persistent(cfg)):
             records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
-        firsts = None
-        if cutlass.const_expr(is_storing_first(cfg)):
-            firsts = smem.allocate_tensor(Int32, cute.make_layout(FIRST_PLACES), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
             words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
@@ -434,7 +427,6 @@ class Backward:
             kv_ring=Ring(barriers + num_barriers, self.kv_stages),
             record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, RECORD_STAGES),
             sRecord=records,
-            sFirst=firsts,
         )
 
     @cute.jit

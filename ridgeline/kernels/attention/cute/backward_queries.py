@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
-from ridgeline.kernels.attention.cute.backward_rows import CLAIMED, STORED, clear
+from ridgeline.kernels.attention.cute.backward_rows import clear
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
@@ -32,15 +32,11 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
-    is_storing_first,
     keys_per_block,
 )
 
 TURN_STAGES = 2
 """Steps that the helpers' warps may be ahead of, or behind, the additions."""
-FIRST_PLACES = 4
-"""A step's place in `sFirst` is used again four steps later: its turn is told two steps ahead, and
-two steps may be told as added that are not handed on."""
 OTHER_BARRIER = 7
 """Named barrier of the warpgroup that computes dQ; the keys' have `group_barrier`'s."""
 
@@ -60,7 +56,7 @@ class Queries:
         """The warpgroup beside the keys': loads, dQ = dS K, and its sum in global memory."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_steps = work.num_steps()
-        helpers, ordered = self.config.helpers, self._asks()
+        helpers, ordered = self.config.helpers, self.traits.deterministic
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 self._load_keys(tensors, shared, work)
@@ -100,10 +96,6 @@ class Queries:
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
 
-    def _asks(self) -> bool:
-        """Whether the helpers say of each step when, or how, it may add."""
-        return self.traits.deterministic or is_storing_first(self.config)
-
     @cute.jit
     def _await_before(self):
         """Until the kernel before this one has ended: its statistics and zeros are there."""
@@ -130,11 +122,6 @@ class Queries:
                 self.poll_turns(tensors, scalars, shared, work)
             if warp == 2:
                 self.hand_on_turns(tensors, shared, work)
-        if cutlass.const_expr(is_storing_first(self.config)):
-            if warp == 1:
-                self.claim_tiles(tensors, shared, work)
-            if warp == 2:
-                self.tell_stored(tensors, shared, work)
 
     @cute.jit
     def load(self, tensors: Globals, shared: Shared, work: Work):
@@ -203,72 +190,6 @@ class Queries:
                 self._count(tensors, work, step, "relaxed")
                 shared.added_ring.release(work.position(step))
             cute.arch.sync_warp()
-
-    @cute.jit
-    def claim_tiles(self, tensors: Globals, shared: Shared, work: Work):
-        """A warp: says of each step whether its tile of dQ is to be stored, as nobody has. It looks
-        32 steps ahead, as one question takes as long as a step; what was stored stays so. It holds
-        at most the next two steps' tiles, and waits for others' only before it claims more, so of
-        blocks that wait for each other one can always go on."""
-        self._await_before()
-        num_steps, lane = work.num_steps(), cute.arch.lane_idx()
-        step = Int32(0)
-        while step < num_steps:
-            mine = cutlass.min(step + lane, num_steps - 1)
-            state = ptx.load_acquire(self._counter(tensors, work, mine))
-            stored = cute.arch.vote_ballot_sync(state == STORED)
-            # The ones at the end, of 32 one less: all of them and one zero change with + 1.
-            granted = cute.arch.popc(stored ^ (stored + 1)) - 1
-            granted = cutlass.min(granted, num_steps - step)
-            first = Int32(0)
-            if granted == 0:
-                granted = Int32(1)
-                if lane == 0:
-                    first = self._claim(self._counter(tensors, work, step))
-            for i in cutlass.range(granted, unroll=1):
-                self._grant(shared, work.position(step + i), first)
-            step += granted
-
-    @cute.jit
-    def _grant(self, shared: Shared, position: Int32, first: Int32):
-        """A warp: a step may store, or add."""
-        shared.turn_ring.wait_empty(position)
-        if cute.arch.lane_idx() == 0:
-            shared.sFirst[position & (FIRST_PLACES - 1)] = first
-            shared.turn_ring.publish(position)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def _claim(self, counter) -> Int32:
-        """One thread: 1 if the tile is ours to store, 0 when another has stored to it."""
-        state = cute.arch.atomic_or(counter, Int32(CLAIMED), sem="acquire", scope="gpu")
-        first = Int32(state == 0)
-        if first == 0:
-            while state != STORED:
-                state = ptx.load_acquire(counter)
-        return first
-
-    @cute.jit
-    def tell_stored(self, tensors: Globals, shared: Shared, work: Work):
-        """A warp: says which tiles are stored, when they are there."""
-        for step in cutlass.range(work.num_steps(), unroll=1):
-            position = work.position(step)
-            shared.added_ring.wait_full(position)
-            if cute.arch.lane_idx() == 0:
-                if shared.sFirst[position & (FIRST_PLACES - 1)] != 0:
-                    # Cumulative: the barrier orders the other threads' stores before it.
-                    cute.arch.fence_acq_rel_gpu()
-                    counter = self._counter(tensors, work, step)
-                    cute.arch.atomic_or(counter, Int32(STORED), sem="relaxed", scope="gpu")
-                shared.added_ring.release(position)
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def _counter(self, tensors: Globals, work: Work, step: Int32):
-        """Of a step's tile of dQ."""
-        head, block = work.at(step)
-        tile = work.first_tile(tensors, self.config.block_q) + block
-        return tensors.turns[tile, head, None].iterator
 
     @cute.jit
     def _issue_dq(self, shared: Shared, mma, dQ: cute.Tensor, place: tuple, part: int):
@@ -353,30 +274,9 @@ class Queries:
             self._add_dq_bulk(shared, values, target.iterator + first_word, thread)
         else:
             base = target.iterator + first_word + 4 * thread
-            if cutlass.const_expr(is_storing_first(self.config)):
-                place = work.position(step) & (FIRST_PLACES - 1)
-                if cute.arch.make_warp_uniform(shared.sFirst[place]) != 0:
-                    self._put_dq(values, target, part, thread)
-                else:
-                    self._add_words(values, base)
-            else:
-                self._add_words(values, base)
-
-    @cute.jit
-    def _add_words(self, values: cute.Tensor, base):
-        """16 bytes of each thread next to each other, again and again."""
-        for vector in cutlass.range_constexpr(cute.size(values) // 4):
-            four = [values[4 * vector + i] for i in range(4)]
-            ptx.add_to_global(base + 4 * WARPGROUP_THREADS * vector, *four)
-
-    @cute.jit
-    def _put_dq(self, values: cute.Tensor, target: cute.Tensor, part: int, thread: Int32):
-        """What `_add_words` adds, stored."""
-        vectors = cute.size(values) // 4
-        for vector in cutlass.range_constexpr(vectors):
-            four = cute.make_tensor(values.iterator + 4 * vector, cute.make_layout(4))
-            place = WARPGROUP_THREADS * (part * vectors + vector) + thread
-            cute.autovec_copy(four, cute.local_tile(target, (4,), (place,)))
+            for vector in cutlass.range_constexpr(cute.size(values) // 4):
+                four = [values[4 * vector + i] for i in range(4)]
+                ptx.add_to_global(base + 4 * WARPGROUP_THREADS * vector, *four)
 
     @cute.jit
     def _await_turn(self, tensors: Globals, scalars: Scalars, work: Work, step: Int32):

@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ridgeline.kernels.attention.cute.blocks import first_seen, narrowed, sampled
+from ridgeline.kernels.attention.cute.blocks import narrowed, sampled
 from ridgeline.kernels.attention.cute.forward import DeviceInteger
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.mask import MINUS_INFINITY
@@ -33,7 +33,6 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     BackwardTraits,
     is_overlapped,
-    is_storing_first,
     is_zeroing,
     keys_per_block,
 )
@@ -42,8 +41,6 @@ from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 THREADS = 256
 VECTOR = 8
 """16-bit elements of a 16-byte access."""
-CLAIMED, STORED = 1, 3
-"""States of a tile of dQ that nobody zeroes, 0 before: somebody will store to it, or has."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class Rows:
         self.dtype = DTYPES[traits.dtype]
         self.overlapped = is_overlapped(config)
         self.block_k, self.zeroing = keys_per_block(config), is_zeroing(config)
-        self.storing_first = is_storing_first(config)
 
     @cute.kernel
     def before(
@@ -99,11 +95,9 @@ class Rows:
         turns,
         tiles: Tiles,
         rest,
-        right,
     ):
         """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]; rest: dq,
-        dk and dv of packed sequences, whose rows behind the last are cleared; right: the mask's
-        bound, where it decides which tiles of dQ nobody will store to."""
+        dk and dv of packed sequences, whose rows behind the last are cleared."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         block, batch = tiles.place(block, batch, self.block_q)
@@ -139,14 +133,9 @@ class Rows:
                             total -= _row_value(mdLSE, token, head, batch, packed)
                     statistics[tile, head, row] = minus_lse
                     statistics[tile, head, self.block_q + row] = total
-            state = Int32(0)
-            if cutlass.const_expr(self.storing_first):
-                lengths = extent.seqlen_q, extent.seqlen_k
-                seen = block >= first_seen(lengths, right, self.block_q, DeviceInteger)
-                state = cutlass.select_(seen & (extent.seqlen_k > 0), state, Int32(STORED))
             if cutlass.const_expr(turns is not None):
                 if thread == 0:
-                    turns[tile, head, 0] = state
+                    turns[tile, head, 0] = Int32(0)
                     if (tile == 0) & (head == 0):  # the queue of persistent blocks
                         turns[turns.shape[0] - 1, 0, 0] = Int32(0)
             if cutlass.const_expr(self.zeroing):
@@ -154,9 +143,6 @@ class Rows:
                 order, parts = tiles.order, self.block_k // self.block_q
                 kv_head = head * order.num_heads // mO.shape[2]
                 if order.zeroed_before(block // parts, kv_head, batch, DeviceInteger):
-                    clear(dq_sum[tile, head, None], thread, THREADS)
-            elif cutlass.const_expr(self.storing_first):
-                if state == STORED:
                     clear(dq_sum[tile, head, None], thread, THREADS)
             else:
                 clear(dq_sum[tile, head, None], thread, THREADS)

@@ -120,8 +120,6 @@ class Shared:
     record_ring: Any
     sRecord: Any
     """int32 [stages]: numbers of blocks of keys, persistent; else None."""
-    sFirst: Any = None
-    """int32 [FIRST_PLACES]: whether a step's dQ is stored, not added; or None."""
 
 
 @dataclass(frozen=True)

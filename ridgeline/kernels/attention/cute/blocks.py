@@ -269,14 +269,3 @@ def narrowed(low: Any, high: Any, begun: Any, integer: Any = Integer) -> tuple[A
     stride = (high - low + LANES - 1) // LANES
     low = integer.minimum(low + integer.maximum(begun - 1, 0) * stride, high - 1)
     return low, integer.minimum(low + stride, high)
-
-
-def first_seen(
-    lengths: tuple[Any, Any], right: Any | None, rows: int, integer: Any = Integer
-) -> Any:
-    """The first tile of `rows` queries that some block of keys walks over, where there are keys and
-    no bound on the left: all after it are walked over too, none before it."""
-    seqlen_q, seqlen_k = lengths
-    if right is None:
-        return 0
-    return integer.maximum(seqlen_q - seqlen_k - right, 0) // rows
