@@ -176,8 +176,9 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 def _turns_cost(problem: AttentionProblem, traits: ForwardTraits) -> bool:
     """Where warpgroups that take no turns have measured faster, head dim 128: at 16k 682 TFLOP/s
-    for 676, causal 695 for 673, at 4k 656 for 655 and 625 for 620; at 1k 583 for 595."""
-    other = traits.has_left or traits.softcap or traits.sinks or traits.varlen or traits.seqused
+    for 676, causal 695 for 673, at 4k 656 for 655 and 625 for 620; at 1k 583 for 595. Of packed
+    sequences the longest counts."""
+    other = traits.has_left or traits.softcap or traits.sinks or traits.seqused
     dims = (traits.head_dim, traits.head_dim_v)
     return dims == (128, 128) and min(problem.seqlen_q, problem.seqlen_k) >= 4096 and not other
 
