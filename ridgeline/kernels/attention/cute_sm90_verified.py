@@ -22,6 +22,7 @@ _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
 _PERSISTENT = "H200, 2026-11-30, run 06124d1a29b1"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
+_PACKED = "H200, 2026-11-30, checks at commit 02a74be"
 
 _WIDE_HEADS = "H200, 2026-11-30, checks at commit 13b8ad8"
 
@@ -127,7 +128,7 @@ FEATURES = (
     Feature(
         what="backward to head dim 128, dense and packed: causal, windows, sinks, grouped heads",
         uses=lambda p: _narrow_backward(p) and not p.deterministic,
-        run=f"{_PUBLIC}; {_HELPERS}",
+        run=f"{_PUBLIC}; {_HELPERS}; {_PACKED}",
     ),
     Feature(
         what="backward to head dim 128, deterministic",
