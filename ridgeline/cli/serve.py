@@ -251,8 +251,8 @@ def _say_ready(state: ServerState, address: str, start: float) -> None:
         f"  chat:    {page}\n"
         f"  OpenAI:  base_url={address}/v1  model={config.model_name}\n"
         f"  context {info.max_model_len:,} tokens; KV cache {info.kv_bytes / 2**30:.2f} GiB "
-        f"(--memory-gib): {info.num_pages:,} pages of {info.page_tokens} tokens in {info.kv_dtype}; "
-        "Ctrl-C stops"
+        f"(--memory-gib): {info.num_pages:,} pages of {info.page_tokens} tokens in {info.kv_dtype}"
+        "; Ctrl-C stops"
     )
 
 
