@@ -193,9 +193,12 @@ def forward(
         ways = prepared.memo["ways"] = _ways_of(prepared)
     simple = bias_N is None and not prepared.silu_mul
     if M <= ways.bags_to and ways.bags is not None:
-        out_MN = _by_bags(act_MK, prepared, ways.bags)
         if simple:
-            return act_MK.new_empty(M, prepared.n).copy_(out_MN)
+            if M == 1:
+                row = _rows(prepared, ways.bags, 1)
+                prepared.memo[act_MK.shape] = functools.partial(_one_row, row, prepared.n)
+            return _by_bags(act_MK, prepared, ways.bags, act_MK.dtype)
+        out_MN = _by_bags(act_MK, prepared, ways.bags, torch.float32)
         return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
     if M < ways.wide_from and ways.int4 is not None:
         return _int4(act_MK, ways.int4, prepared, bias_N)
@@ -206,16 +209,26 @@ def forward(
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
 
 
-def _by_bags(act_MK: torch.Tensor, prepared: Prepared, bags: Bags) -> torch.Tensor:
-    """out_MN in fp32."""
-    M = act_MK.shape[0]
-    if M > cpu_bags.ROWS_TOGETHER:
-        parts = act_MK.split(cpu_bags.ROWS_TOGETHER)
-        return torch.cat([_by_bags(part, prepared, bags) for part in parts])
+def _by_bags(
+    act_MK: torch.Tensor, prepared: Prepared, bags: Bags, dtype: torch.dtype
+) -> torch.Tensor:
+    """out_MN in `dtype`."""
+    out_MN = act_MK.new_empty(act_MK.shape[0], prepared.n, dtype=dtype)
+    together = cpu_bags.ROWS_TOGETHER
+    for out, act in zip(out_MN.split(together), act_MK.split(together), strict=True):
+        out.copy_(_rows(prepared, bags, len(act))(act))
+    return out_MN
+
+
+def _rows(prepared: Prepared, bags: Bags, M: int) -> cpu_bags.Rows:
     rows: cpu_bags.Rows | None = prepared.memo.get(M)
     if rows is None:
         rows = prepared.memo[M] = cpu_bags.Rows(bags, prepared.n, M)
-    return rows(act_MK, cpu_bags.thread_scratch(rows.sizes))
+    return rows
+
+
+def _one_row(row: cpu_bags.Rows, n: int, act_1K: torch.Tensor) -> torch.Tensor:
+    return act_1K.new_empty(1, n).copy_(row(act_1K))
 
 
 def _int4(

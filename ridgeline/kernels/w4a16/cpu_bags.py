@@ -44,8 +44,25 @@ _ENDING_BYTES = 8
 _of_thread = threading.local()
 """`scratch`: memory that is asked for anew costs page faults, a third of a call."""
 
-Scratch = dict[tuple[int, int, int], torch.Tensor]
-"""Memory for spread activations by [C, M, K]; two calls on one must not overlap."""
+Sizes = tuple[int, int, int, int, int]
+"""C, M, S, c, N of a product."""
+
+
+class Kept(NamedTuple):
+    """A product's memory, with the views of it that a call wants: each costs some 10 us there,
+    where streams of weights have thrown PyTorch's code out of the cache."""
+
+    spread_CMS: torch.Tensor
+    """The activations side by side for every chunk, fp32."""
+    spread: torch.Tensor
+    """The same, flat."""
+    out_CMc: torch.Tensor
+    out_MN: torch.Tensor
+    """The same memory without padding, in the order of the outputs."""
+
+
+Scratch = dict[Sizes, Kept]
+"""Two calls on one must not overlap, and a result is there until the next."""
 
 
 class Bags(NamedTuple):
@@ -152,18 +169,18 @@ def _by_chunk(value_NR: torch.Tensor, width: int) -> torch.Tensor:
     return padded.view(-1, width, R).transpose(1, 2).contiguous()
 
 
-def thread_scratch(sizes: tuple[int, int, int]) -> torch.Tensor:
-    """The calling thread's own memory for spread activations."""
-    if (scratch := getattr(_of_thread, "scratch", None)) is None:
-        scratch = _of_thread.scratch = {}
-    return scratch_of(scratch, sizes)
-
-
-def scratch_of(scratch: Scratch, sizes: tuple[int, int, int]) -> torch.Tensor:
-    """Memory for spread activations, made where there is none."""
+def scratch_of(scratch: Scratch, sizes: Sizes) -> Kept:
+    """A product's memory, made where there is none."""
     if (found := scratch.get(sizes)) is None:
+        C, M, S, width, n = sizes
         with torch.inference_mode(False):  # else nobody outside that mode could write to it
-            found = scratch[sizes] = torch.empty(sizes)
+            spread_CMS, out_MCc = torch.empty(C, M, S), torch.empty(M, C, width)
+            found = scratch[sizes] = Kept(
+                spread_CMS=spread_CMS,
+                spread=spread_CMS.view(-1),
+                out_CMc=out_MCc.transpose(0, 1),
+                out_MN=out_MCc.view(M, -1)[:, :n],
+            )
     return found
 
 
@@ -187,7 +204,7 @@ def _starts(bags: Bags, rows: int) -> torch.Tensor:
 
 class Rows:
     """The product of a number of rows with a weight, prepared for whoever asks often: as few
-    operations as will do.
+    operations and views as will do.
 
     What is large is written and read by operators that give a thread the same part of it as the
     bags do: on one thread, the rest of the call took twice as long (the other core's cache).
@@ -195,15 +212,14 @@ class Rows:
 
     def __init__(self, bags: Bags, n: int, rows: int) -> None:
         (C, R, width), S = bags.scale_CRc.shape, bags.index.numel() // len(bags.scale_CRc)
-        self.sizes = C, rows, S
-        """Of the memory for spread activations that a call wants."""
-        self._table, self._order_K, self._n = bags.table, bags.order_K, n
+        self.sizes: Sizes = C, rows, S, width, n
+        """Of the memory that a call wants."""
+        self._table, self._order_K, self._order_1K = bags.table, bags.order_K, bags.order_K[None]
         self._index = bags.index if rows == 1 else _index(C, rows, S)
         self._starts = _starts(bags, rows)
-        self._scale_C1Rc = bags.scale_CRc[:, None]
-        self.sums_shape = C, rows, R, width
-        """Of what `of_spread` gives."""
-        self._in_order, self._padded = not bags.order_K.numel(), C * width != n
+        self._in_order, self._one_group = not bags.order_K.numel(), R == 1
+        self._sums_shape = (C, rows, width) if R == 1 else (C, rows, R, width)
+        self._scale = bags.scale_CRc if R == 1 else bags.scale_CRc[:, None]
         self._with_zeros = _with_group_sums(bags, rows) if bags.has_zeros else None
         self._bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
 
@@ -212,29 +228,40 @@ class Rows:
         """Whether the slots of a chunk are the inputs as they come: a caller may spread them."""
         return self._in_order and self._with_zeros is None
 
-    def __call__(self, x_MK: torch.Tensor, spread_CMS: torch.Tensor) -> torch.Tensor:
-        """out_MN fp32 of x_MK in any float dtype; spread_CMS: fp32, not in use by another call."""
+    def __call__(self, x_MK: torch.Tensor, kept: Kept | None = None) -> torch.Tensor:
+        """out_MN fp32 of x_MK in any float dtype, in kept memory (default: the calling thread's):
+        it is there until the next call on it."""
+        if kept is None:
+            kept = self._kept()
         if not self._in_order:
-            x_MK = torch.index_select(x_MK, 1, self._order_K)
+            if self.sizes[1] == 1:  # of bf16, `take` is the cheaper one
+                x_MK = torch.take(x_MK, self._order_1K)
+            else:
+                x_MK = torch.index_select(x_MK, 1, self._order_K)
         if self._with_zeros is not None:
             x_MK = self._with_zeros(x_MK)
-        spread_CMS.copy_(x_MK)
-        parts_CMRc = self.of_spread(spread_CMS.view(-1))
-        out_CMc = parts_CMRc.squeeze(2) if self.sums_shape[2] == 1 else parts_CMRc.sum(2)
-        rows = self.sizes[1]
-        if rows == 1:
-            out_MN = out_CMc.view(1, -1)
-        else:
-            out_MN = out_CMc.transpose(0, 1).reshape(rows, -1)
-        return out_MN[:, : self._n] if self._padded else out_MN
+        kept.spread_CMS.copy_(x_MK)
+        self.of_spread(kept.spread, kept.out_CMc)
+        return kept.out_MN
 
-    def of_spread(self, weights: torch.Tensor) -> torch.Tensor:
-        """Each group's part of the outputs [C, M, R, c], of spread activations [C M S]: their sum
-        over the groups is the product."""
+    def of_spread(self, weights: torch.Tensor, out_CMc: torch.Tensor) -> None:
+        """The outputs of spread activations [C M S]."""
         sums = self._bag(
             self._table, self._index, self._starts, False, 0, False, weights, None, True
         )
-        return sums.view(self.sums_shape).mul_(self._scale_C1Rc)
+        parts = sums.view(self._sums_shape)
+        if self._one_group:
+            torch.mul(parts, self._scale, out=out_CMc)
+        else:
+            torch.sum(parts.mul_(self._scale), 2, out=out_CMc)
+
+    def _kept(self) -> Kept:
+        """The calling thread's memory."""
+        try:
+            return _of_thread.scratch[self.sizes]
+        except (AttributeError, KeyError):
+            scratch: Scratch = _of_thread.__dict__.setdefault("scratch", {})
+            return scratch_of(scratch, self.sizes)
 
 
 def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:

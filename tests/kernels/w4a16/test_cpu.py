@@ -20,7 +20,10 @@ BF16 = torch.bfloat16
 
 def by_bags(act_MK: torch.Tensor, bags: cpu_bags.Bags, n: int) -> torch.Tensor:
     rows = cpu_bags.Rows(bags, n, len(act_MK))
-    return rows(act_MK, torch.full(rows.sizes, float("nan")))
+    kept = cpu_bags.scratch_of({}, rows.sizes)
+    for memory in (kept.spread, kept.out_CMc):
+        memory.fill_(float("nan"))
+    return rows(act_MK, kept)
 
 
 @pytest.mark.parametrize(
