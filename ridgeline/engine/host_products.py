@@ -125,7 +125,7 @@ def _in_bags(
 
     def multiply() -> None:
         rows.of_spread(kept.spread, kept.out_CMc)
-        out_1N.copy_(kept.out_MN)
+        out_1N.copy_(kept.row_1N)
 
     return fill, multiply
 

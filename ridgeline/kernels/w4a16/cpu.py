@@ -195,8 +195,8 @@ def forward(
     if M <= ways.bags_to and ways.bags is not None:
         if simple:
             if M == 1:
-                row = _rows(prepared, ways.bags, 1)
-                prepared.memo[act_MK.shape] = functools.partial(_one_row, row, prepared.n)
+                known = prepared.memo[act_MK.shape] = _rows(prepared, ways.bags, 1).one_row()
+                return known(act_MK)
             return _by_bags(act_MK, prepared, ways.bags, act_MK.dtype)
         out_MN = _by_bags(act_MK, prepared, ways.bags, torch.float32)
         return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
@@ -215,6 +215,8 @@ def _by_bags(
     """out_MN in `dtype`."""
     out_MN = act_MK.new_empty(act_MK.shape[0], prepared.n, dtype=dtype)
     together = cpu_bags.ROWS_TOGETHER
+    if len(act_MK) <= together:
+        return out_MN.copy_(_rows(prepared, bags, len(act_MK))(act_MK))
     for out, act in zip(out_MN.split(together), act_MK.split(together), strict=True):
         out.copy_(_rows(prepared, bags, len(act))(act))
     return out_MN
@@ -225,10 +227,6 @@ def _rows(prepared: Prepared, bags: Bags, M: int) -> cpu_bags.Rows:
     if rows is None:
         rows = prepared.memo[M] = cpu_bags.Rows(bags, prepared.n, M)
     return rows
-
-
-def _one_row(row: cpu_bags.Rows, n: int, act_1K: torch.Tensor) -> torch.Tensor:
-    return act_1K.new_empty(1, n).copy_(row(act_1K))
 
 
 def _int4(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ridgeline.core import arch as arches
 from ridgeline.core.dtypes import dtype_name
@@ -109,7 +110,7 @@ def w4a16_linear(
     bias).
     Raises: TypeError for dtypes, ValueError for shapes and devices, in the project's form.
     """
-    if bias_N is None and not torch.compiler.is_dynamo_compiling():
+    if bias_N is None and not is_dynamo_compiling():
         known = prepared.memo.get(act.shape)
         if (
             known is not None
