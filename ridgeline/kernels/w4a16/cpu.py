@@ -22,6 +22,7 @@ the int4 path rounds to the activation's dtype before the bias is added.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -194,9 +195,8 @@ def forward(
     simple = bias_N is None and not prepared.silu_mul
     if M <= ways.bags_to and ways.bags is not None:
         if simple:
-            if M == 1:
-                known = prepared.memo[act_MK.shape] = _rows(prepared, ways.bags, 1).one_row()
-                return known(act_MK)
+            if M <= cpu_bags.ROWS_TOGETHER:
+                return _known(act_MK, prepared, ways.bags)(act_MK)
             return _by_bags(act_MK, prepared, ways.bags, act_MK.dtype)
         out_MN = _by_bags(act_MK, prepared, ways.bags, torch.float32)
         return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
@@ -220,6 +220,16 @@ def _by_bags(
     for out, act in zip(out_MN.split(together), act_MK.split(together), strict=True):
         out.copy_(_rows(prepared, bags, len(act))(act))
     return out_MN
+
+
+def _known(
+    act_MK: torch.Tensor, prepared: Prepared, bags: Bags
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of this shape; the public call finds it in the memo."""
+    known: Callable[[torch.Tensor], torch.Tensor] | None = prepared.memo.get(act_MK.shape)
+    if known is None:
+        known = prepared.memo[act_MK.shape] = _rows(prepared, bags, act_MK.shape[0]).alone()
+    return known
 
 
 def _rows(prepared: Prepared, bags: Bags, M: int) -> cpu_bags.Rows:

@@ -238,38 +238,38 @@ class Rows:
         if kept is None:
             kept = kept_of_thread(self.sizes)
         if not self._in_order:
-            x_MK = torch.index_select(x_MK, 1, self._order_1K[0])
+            x_MK = _in_order(x_MK, self._order_1K)
         if self._with_zeros is not None:
             x_MK = self._with_zeros(x_MK)
         kept.spread_CMS.copy_(x_MK)
         self.of_spread(kept.spread, kept.out_CMc)
         _, M, _, _, n = self.sizes
-        if M == 1:
-            return kept.row_1N
-        return kept.out_CMc.transpose(0, 1).reshape(M, -1)[:, :n]
+        return kept.row_1N if M == 1 else _by_row(kept.out_CMc)[:, :n]
 
-    def one_row(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x_1K -> out_1N in x's dtype, in memory of its own: the fewest steps between the operators
-        (5 % of a call beside `__call__` in a chain of functions)."""
-        sizes, n, shape, one_group = self.sizes, self.sizes[4], self._sums_shape, self._one_group
+    def alone(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x_MK -> out_MN in x's dtype, in memory of its own: the fewest steps between the operators
+        (5 to 10 % of a call beside `__call__` in a chain of functions)."""
+        sizes, shape, one_group = self.sizes, self._sums_shape, self._one_group
+        _, M, _, _, n = sizes
         tables, scale, bag = (self._table, self._index, self._starts), self._scale, self._bag
         order_1K = None if self._in_order else self._order_1K
-        with_zeros, take, mul, total = self._with_zeros, torch.take, torch.mul, torch.sum
+        with_zeros, mul, total = self._with_zeros, torch.mul, torch.sum
 
-        def call(x_1K: torch.Tensor) -> torch.Tensor:
-            spread_C1S, spread, out_C1c, row_1N = kept_of_thread(sizes)
-            x = x_1K
+        def call(x_MK: torch.Tensor) -> torch.Tensor:
+            spread_CMS, spread, out_CMc, row_1N = kept_of_thread(sizes)
+            x = x_MK
             if order_1K is not None:
-                x = take(x, order_1K)  # of bf16 cheaper than `index_select`
+                x = _in_order(x, order_1K)
             if with_zeros is not None:
                 x = with_zeros(x)
-            spread_C1S.copy_(x)
+            spread_CMS.copy_(x)
             parts = bag(*tables, False, 0, False, spread, None, True).view(shape)
             if one_group:
-                mul(parts, scale, out=out_C1c)
+                mul(parts, scale, out=out_CMc)
             else:
-                total(parts.mul_(scale), 2, out=out_C1c)
-            return x_1K.new_empty(1, n).copy_(row_1N)
+                total(parts.mul_(scale), 2, out=out_CMc)
+            out_MN = row_1N if M == 1 else _by_row(out_CMc)[:, :n]
+            return x_MK.new_empty(M, n).copy_(out_MN)
 
         return call
 
@@ -283,6 +283,16 @@ class Rows:
             torch.mul(parts, self._scale, out=out_CMc)
         else:
             torch.sum(parts.mul_(self._scale), 2, out=out_CMc)
+
+
+def _in_order(x_MK: torch.Tensor, order_1K: torch.Tensor) -> torch.Tensor:
+    if x_MK.shape[0] == 1:
+        return torch.take(x_MK, order_1K)  # of bf16 cheaper than `index_select`
+    return torch.index_select(x_MK, 1, order_1K[0])
+
+
+def _by_row(out_CMc: torch.Tensor) -> torch.Tensor:
+    return out_CMc.transpose(0, 1).reshape(out_CMc.shape[1], -1)
 
 
 def _with_group_sums(bags: Bags, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -110,7 +110,7 @@ def w4a16_linear(
     bias).
     Raises: TypeError for dtypes, ValueError for shapes and devices, in the project's form.
     """
-    if bias_N is None and not is_dynamo_compiling():
+    if bias_N is None and not batch_invariant and not is_dynamo_compiling():
         known = prepared.memo.get(act.shape)
         if (
             known is not None

@@ -83,7 +83,7 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         lambda self, *a: calls.append(("bags", len(a[0]))) or rows_of(self, *a),
     )
     monkeypatch.setattr(
-        cpu_bags.Rows, "one_row", lambda self: lambda act: self(act).to(act.dtype).clone()
+        cpu_bags.Rows, "alone", lambda self: lambda act: self(act).to(act.dtype).clone()
     )
     limit = cpu.rows_for_wide(int4=coarse)
     for rows in (1, limit - 1, limit):
@@ -258,6 +258,11 @@ def test_the_short_way_is_for_plain_rows_only() -> None:
     assert prepared.memo
     torch.testing.assert_close(op.w4a16_linear(row, prepared, bias_N), plain + bias_N)
     assert torch.equal(op.w4a16_linear(row[None], prepared), plain[None])
+    rows = torch.randn(3, 768)
+    together = [op.w4a16_linear(rows, prepared) for _ in range(2)]
+    assert torch.equal(*together) and rows.shape in prepared.memo
+    each = torch.cat([op.w4a16_linear(one, prepared) for one in rows.split(1)])
+    assert torch.equal(op.w4a16_linear(rows, prepared, batch_invariant=True), each)
     with pytest.raises(TypeError, match="act must be torch.float32"):
         op.w4a16_linear(row.half(), prepared)
     with pytest.raises(ValueError, match="act must be on cpu"):
