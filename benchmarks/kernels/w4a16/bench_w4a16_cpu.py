@@ -3,10 +3,10 @@
     python benchmarks/kernels/w4a16/bench_w4a16_cpu.py --results benchmarks/results/cpu
         [--threads 2] [--layers 2048x2048,576x3072] [--rows 1,4,16,64] [--seconds 2]
 
-Everybody runs in turns, in every order, in one process on the same activations; a call goes through the public
-function, its checks included. Each layer is checked first: one-hot activations return its weights
-bit for bit. Weights stay in cache between calls where they fit, for everybody alike. The last line
-is JSON.
+Everybody runs in turns, in every order, in one process on the same activations; a call goes through
+the public function, its checks included. Each layer is checked first: one-hot activations return
+its weights bit for bit. Weights stay in cache between calls where they fit, for everybody alike.
+The last line is JSON.
 """
 
 from __future__ import annotations
