@@ -222,8 +222,13 @@ class Rows:
         self._index = bags.index if rows == 1 else _index(C, rows, S)
         self._starts = _starts(bags, rows)
         self._in_order, self._one_group = not bags.order_K.numel(), R == 1
-        self._sums_shape = (C, rows, width) if R == 1 else (C, rows, R, width)
-        self._scale = bags.scale_CRc if R == 1 else bags.scale_CRc[:, None]
+        self._sums_shape, self._scale = (C, rows, R, width), bags.scale_CRc[:, None]
+        self._ones_C1R = None
+        if R == 1:
+            self._sums_shape, self._scale = (C, rows, width), bags.scale_CRc
+        elif rows == 1:
+            self._sums_shape, self._scale = (C, R, width), bags.scale_CRc
+            self._ones_C1R = torch.ones(C, 1, R)
         self._with_zeros = _with_group_sums(bags, rows) if bags.has_zeros else None
         self._bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
 
@@ -253,7 +258,8 @@ class Rows:
         _, M, _, _, n = sizes
         tables, scale, bag = (self._table, self._index, self._starts), self._scale, self._bag
         order_1K = None if self._in_order else self._order_1K
-        with_zeros, mul, total = self._with_zeros, torch.mul, torch.sum
+        with_zeros, ones_C1R = self._with_zeros, self._ones_C1R
+        mul, total, bmm = torch.mul, torch.sum, torch.bmm
 
         def call(x_MK: torch.Tensor) -> torch.Tensor:
             spread_CMS, spread, out_CMc, row_1N = kept_of_thread(sizes)
@@ -264,7 +270,9 @@ class Rows:
                 x = with_zeros(x)
             spread_CMS.copy_(x)
             parts = bag(*tables, False, 0, False, spread, None, True).view(shape)
-            if one_group:
+            if ones_C1R is not None:  # as a product, 8 to 14 us faster than as a sum
+                bmm(ones_C1R, parts.mul_(scale), out=out_CMc)
+            elif one_group:
                 mul(parts, scale, out=out_CMc)
             else:
                 total(parts.mul_(scale), 2, out=out_CMc)
@@ -281,6 +289,8 @@ class Rows:
         parts = sums.view(self._sums_shape)
         if self._one_group:
             torch.mul(parts, self._scale, out=out_CMc)
+        elif self._ones_C1R is not None:
+            torch.sum(parts.mul_(self._scale), 1, True, out=out_CMc)
         else:
             torch.sum(parts.mul_(self._scale), 2, out=out_CMc)
 
