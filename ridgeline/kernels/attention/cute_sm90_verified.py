@@ -22,6 +22,7 @@ _WINDOWS = "H200, 2026-11-30, checks at commit 64af84a"
 _TAILS = "H200, 2026-11-30, checks at commit 78bb2cb"
 _PERSISTENT = "H200, 2026-11-30, run 06124d1a29b1"
 _ROLES = "H200, 2026-11-30, run 927e30110540"
+_SHORT = "H200, 2026-11-30, checks at commit 233f630"
 _PACKED = "H200, 2026-11-30, checks at commit 02a74be"
 
 _WIDE_HEADS = "H200, 2026-11-30, checks at commit 13b8ad8"
@@ -93,6 +94,14 @@ def _persistent(problem: AttentionProblem) -> bool:
     return _narrow_backward(problem) and problem.causal and window != problem.deterministic
 
 
+def _short(problem: AttentionProblem) -> bool:
+    """Those that `persists_when_short` may name."""
+    plain = not (problem.deterministic or problem.varlen or problem.seqused)
+    dims, longest = (problem.head_dim, problem.head_dim_v), max(problem.seqlen_q, problem.seqlen_k)
+    plain = plain and problem.window_left is None and dims in ((64, 64), (128, 128))
+    return _narrow_backward(problem) and plain and longest <= 4096
+
+
 FEATURES = (
     Feature(
         what="forward, dense and packed: causal, windows, softcap, sinks, grouped heads",
@@ -139,6 +148,11 @@ FEATURES = (
         what="backward of causal windows, or causal and deterministic, by persistent blocks",
         uses=_persistent,
         run=_PERSISTENT,
+    ),
+    Feature(
+        what="backward of short dense sequences, head dims 64 and 128, by persistent blocks",
+        uses=_short,
+        run=_SHORT,
     ),
     Feature(
         what="backward to head dim 96, deterministic with a window",

@@ -130,6 +130,7 @@ def test_turns_of_heads_interleave_only_where_no_block_can_wait_for_one_not_star
     ],
 )
 def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
+    change = {"seqlen_k": 8192, **change}
     config = cfg.backward_config(replace(BASE, **change), H200)
     assert isinstance(config, cfg.BackwardConfig) and config.helpers == helped
     assert cfg.why_invalid(config, cfg.backward_traits(replace(BASE, **change))) is None
@@ -149,7 +150,7 @@ def test_helpers_where_they_measured_faster(change: dict, helped: bool) -> None:
         (128, {"causal": True, "deterministic": True}, True, False),
         (64, {"causal": True, "deterministic": True}, False, False),
         (128, {"deterministic": True}, False, False),
-        (128, {"causal": True}, False, False),
+        (128, {"causal": True, "seqlen_k": 8192}, False, False),
         (256, {"causal": True, "window_left": 9}, False, False),
     ],
 )
@@ -164,6 +165,36 @@ def test_persistent_blocks_where_they_measured_faster(
     if isinstance(config, cfg.BackwardConfig):
         assert cfg.why_invalid(config, traits) is None
         assert config.persistent == (H200.num_units if persistent else 0)
+
+
+@pytest.mark.parametrize(
+    ("dim", "length", "change", "short"),
+    [
+        (128, 1024, {}, True),
+        (128, 1025, {}, False),
+        (128, 2048, {"causal": True}, True),
+        (128, 2049, {"causal": True}, False),
+        (64, 1024, {}, True),
+        (64, 2048, {}, False),
+        (64, 4096, {"causal": True}, True),
+        (64, 4097, {"causal": True}, False),
+        (96, 1024, {"causal": True}, False),
+        (128, 1024, {"causal": True, "varlen": True}, False),
+        (64, 1024, {"causal": True, "seqused": True}, False),
+        (64, 1024, {"causal": True, "deterministic": True}, False),
+        (128, 1024, {"window_right": 3}, False),
+    ],
+)
+def test_short_sequences_have_persistent_blocks(
+    dim: int, length: int, change: dict, short: bool
+) -> None:
+    lengths = {"seqlen_q": length, "seqlen_k": length}
+    problem = replace(BASE, head_dim=dim, head_dim_v=dim, **lengths, **change)
+    config = cfg.backward_config(problem, H200)
+    assert cfg.is_persistent(config) == short == cfg.persists_when_short(problem)
+    assert not cfg.is_overlapped(config) and not cfg.is_short_last(config)
+    assert isinstance(config, cfg.BackwardConfig)
+    assert cfg.why_invalid(config, cfg.backward_traits(problem)) is None
 
 
 def test_variants_only_where_they_measured_faster() -> None:
