@@ -45,9 +45,11 @@ from ridgeline.kernels.w4a16.cute_parts import (
     fragment,
     leave_part,
     make_parts,
+    open_parts,
     take_part,
     tell_left,
     wait_for_parts,
+    wait_open,
     write_fragment,
 )
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
@@ -147,14 +149,15 @@ def decode_step(word, scales, offsets, cfg: cutlass.Constexpr):
 @cute.jit
 def segment(index, plan, share, at, cfg: cutlass.Constexpr):
     """The index-th piece of this block's work: (tile, first step, end step, where the share goes on
-    after it); plan = (waves, steps, blocks, me), share = (its start, end and number of pieces).
+    after it); plan = (waves, steps, blocks, me), share = (its start, end and number of pieces), or
+    (the tile, nothing, 1) where K is split.
 
     What starts inside a tile comes first, then the waves' whole tiles, then the rest of the share,
     cut where a tile ends."""
     waves, steps, blocks, me = plan
     if cutlass.const_expr(cfg.split > 1):
         rank = me % cfg.split
-        return me // cfg.split, rank * steps // cfg.split, (rank + 1) * steps // cfg.split, at
+        return share[0], rank * steps // cfg.split, (rank + 1) * steps // cfg.split, at
     whole = index - Int32(share[0] % steps != 0)
     tile = whole * blocks + me
     begin, end, after = Int32(0), steps, at
@@ -451,6 +454,9 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
     taken = cute.make_rmem_tensor((cfg.block_m // 2 if cfg.takes_early else 1,), Float32)
     stage, parity = Int32(0), Int32(0)
     at, left_open = share[0], Int32(0)
+    of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
+    if cutlass.const_expr(cfg.parts > 1):
+        open_parts(place, of_tile, scratch, cfg)
     for index in cutlass.range(share[2], unroll=1):
         tile, begin, end, at = segment(index, plan, share, at, cfg)
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
@@ -462,6 +468,9 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
                         # what was stored a step ago has arrived: the fence before this is short
                         tell_left(parts)
                         left_open = Int32(0)
+            if cutlass.const_expr(cfg.parts > 1):
+                if step == (begin + end) // 2:
+                    wait_open(place, of_tile, scratch, cfg)
             if cutlass.const_expr(cfg.takes_early):
                 if finishes_shared > 0:
                     if step == end - 1:
@@ -502,8 +511,7 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         if cutlass.const_expr(cfg.cluster > 1):
             finish_cluster(flat, place, plan[3] % cfg.cluster, store[3:], corner, dst, cfg)
         elif cutlass.const_expr(cfg.parts > 1):
-            number = plan[3] // cfg.parts * cfg.cast + tiles_mn[2]
-            finish_parts(flat, place, (number, plan[3] % cfg.parts), scratch, corner, dst, cfg)
+            finish_parts(flat, place, of_tile, scratch, corner, dst, cfg)
         else:
             if left_open > 0:
                 tell_left(parts)
@@ -539,7 +547,9 @@ def share_of_work(M, blocks_n, chunks, waves, head, cfg: cutlass.Constexpr):
     tiles_n = (blocks_n * 32 + width - 1) // width
     plan, tiles = (waves, steps, blocks, me), (tiles_m, tiles_n, block % cfg.cast)
     if cutlass.const_expr(cfg.split > 1):
-        return plan, (Int32(0), Int32(0), Int32(1)), tiles, (Int32(0), head)
+        # blocks beyond the tiles repeat the first ones, to the same bits (tiles_model.Plan)
+        tile = me // cfg.split % (tiles_m * tiles_n)
+        return plan, (tile, Int32(0), Int32(1)), tiles, (Int32(0), head)
     left = tiles_m * tiles_n - waves * blocks
     first, end, count = Int32(0), Int32(0), waves
     if left > 0:
