@@ -198,7 +198,7 @@ class MatmulConfig:
     block_m: int
     """Rows of activations a tile: 16, 32, 64, 128 or 256 (WGMMA's n)."""
     consumers: int
-    """Warpgroups that multiply: 2 or 4."""
+    """Warpgroups that multiply: 2, 3 or 4."""
     row_mmas: int
     """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
     stages: int
@@ -240,7 +240,7 @@ class MatmulConfig:
     @property
     def consumer_registers(self) -> int:
         """A thread's, where registers are given over."""
-        return 232 if self.consumers == 2 else 112
+        return {2: 232, 3: 160, 4: 112}[self.consumers]
 
     @property
     def producer_registers(self) -> int:
@@ -293,7 +293,7 @@ class MatmulConfig:
     @property
     def takes_early(self) -> bool:
         """Whether there are registers for another block's sums beside the products."""
-        one = self.split == 1 and self.row_mmas == 1
+        one = self.split == 1 and self.row_mmas == 1 and self.consumers == 2
         return one and self.reallocates and self.block_m <= 128
 
     @property
