@@ -374,6 +374,21 @@ def wait_group_of(wg):
 
 
 @cute.jit
+def wait_for_turn(wg, cfg: cutlass.Constexpr):
+    """Until the warpgroup before this one has issued its products (`give_turn`)."""
+    if cutlass.const_expr(cfg.turns):
+        cute.arch.barrier(barrier_id=8 + wg, number_of_threads=256)
+
+
+@cute.jit
+def give_turn(wg, cfg: cutlass.Constexpr):
+    """Let the next warpgroup issue."""
+    if cutlass.const_expr(cfg.turns):
+        after = (wg + 1) % cfg.consumers
+        cute.arch.barrier_arrive(barrier_id=8 + after, number_of_threads=256)
+
+
+@cute.jit
 def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
     """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store.
 
@@ -457,6 +472,9 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
     of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
     if cutlass.const_expr(cfg.parts > 1):
         open_parts(place, of_tile, scratch, cfg)
+    if cutlass.const_expr(cfg.turns):
+        if place[0] == cfg.consumers - 1:
+            give_turn(place[0], cfg)
     for index in cutlass.range(share[2], unroll=1):
         tile, begin, end, at = segment(index, plan, share, at, cfg)
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
@@ -496,7 +514,9 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
                     make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
                     chunk = cfg.halves * stage + half
                     starts = fresh if half == 0 else Int32(0)
+                    wait_for_turn(place[0], cfg)
                     multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
+                    give_turn(place[0], cfg)
                     if cutlass.const_expr(uses == 1):
                         warpgroup.wait_group(1)
                         release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)

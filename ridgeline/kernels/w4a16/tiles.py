@@ -214,6 +214,9 @@ class MatmulConfig:
     cast: int = 1
     """Blocks of a cluster, of neighbouring outputs, that bring each other's activations: 1 or 2
     (then `cluster` is 1)."""
+    turns: bool = False
+    """Warpgroups issue their products one after the other, so that each makes operands while
+    another's products run."""
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
