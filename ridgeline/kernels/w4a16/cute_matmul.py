@@ -40,6 +40,7 @@ from ridgeline.kernels.w4a16 import schedule
 from ridgeline.kernels.w4a16.cute_epilogue import load_bias
 from ridgeline.kernels.w4a16.cute_parts import (
     add_parts,
+    assist,
     finish_cluster,
     finish_parts,
     fragment,
@@ -47,8 +48,6 @@ from ridgeline.kernels.w4a16.cute_parts import (
     make_parts,
     open_parts,
     take_part,
-    tell_left,
-    wait_for_parts,
     wait_open,
     write_fragment,
 )
@@ -216,6 +215,13 @@ def scale_column(step, cfg: cutlass.Constexpr):
 
 
 @cute.jit
+def meeting(bars, cfg: cutlass.Constexpr):
+    """Barriers of sums that this block leaves to others, and of others' that are there."""
+    there = bars + 2 * cfg.stages * 8
+    return there + 8, there + 16
+
+
+@cute.jit
 def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
     """Announce a stage's bytes and start its weights' copies."""
     ptx.mbar_expect(full, cfg.act_bytes + cfg.stage_bytes, Int32(lane == 0))
@@ -250,7 +256,7 @@ def load_activations(copies, row0, step, stage, full, which, cfg: cutlass.Conste
 
 
 @cute.jit
-def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
+def produce(work, bars, copies, scratch, lane, cfg: cutlass.Constexpr):
     """The producer warp: one stage after the other of all the block's segments.
 
     The weights of the first stages are asked for before the previous kernel of the stream has
@@ -287,6 +293,8 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
             if stage == cfg.stages:
                 stage = Int32(0)
                 parity = parity ^ 1
+    if cutlass.const_expr(cfg.split == 1 and not cfg.reallocates):
+        assist(work, scratch, meeting(bars, cfg), lane, cfg)
     if cutlass.const_expr(cfg.cast > 1):
         # the other block's consumers still arrive here: end after they have
         for _ in cutlass.range(cfg.stages, unroll=1):
@@ -468,7 +476,8 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
     parts = make_parts(work, scratch, place, cfg)
     taken = cute.make_rmem_tensor((cfg.block_m // 2 if cfg.takes_early else 1,), Float32)
     stage, parity = Int32(0), Int32(0)
-    at, left_open = share[0], Int32(0)
+    at = share[0]
+    left, ready = meeting(bars, cfg)
     of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
     if cutlass.const_expr(cfg.parts > 1):
         open_parts(place, of_tile, scratch, cfg)
@@ -480,19 +489,13 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
         before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
-            if cutlass.const_expr(cfg.split == 1):
-                if left_open > 0:
-                    if step > begin:
-                        # what was stored a step ago has arrived: the fence before this is short
-                        tell_left(parts)
-                        left_open = Int32(0)
             if cutlass.const_expr(cfg.parts > 1):
                 if step == (begin + end) // 2:
                     wait_open(place, of_tile, scratch, cfg)
             if cutlass.const_expr(cfg.takes_early):
                 if finishes_shared > 0:
                     if step == end - 1:
-                        wait_for_parts(parts)
+                        ptx.mbar_wait(ready, 0)
                         take_part(taken, parts, Int32(1), 0, cfg)
             for part in cutlass.range_constexpr(2 // cfg.halves):
                 ptx.mbar_wait(bars + stage * 8, parity)
@@ -533,22 +536,15 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         elif cutlass.const_expr(cfg.parts > 1):
             finish_parts(flat, place, of_tile, scratch, corner, dst, cfg)
         else:
-            if left_open > 0:
-                tell_left(parts)
-                left_open = Int32(0)
             if begin > 0:
-                leave_part(flat, parts, cfg)
-                left_open = Int32(1)
+                leave_part(flat, parts, left, lane, cfg)
             else:
                 if finishes_shared > 0:
-                    add_parts(flat, taken, parts, cfg)
+                    add_parts(flat, taken, parts, ready, cfg)
                 if cutlass.const_expr(cfg.silu_mul):
                     write_direct(flat, place, corner, dst, cfg)
                 else:
                     write_tile(flat, place, store, corner, dst, cfg)
-    if cutlass.const_expr(cfg.split == 1):
-        if left_open > 0:
-            tell_left(parts)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -617,6 +613,9 @@ def matmul_kernel(
             ptx.mbar_init(bars + i * 8, 1)
             ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4 * cfg.cast)
         ptx.mbar_init(there, 1)
+        left, ready = meeting(bars, cfg)
+        ptx.mbar_init(left, cfg.consumers * 4)
+        ptx.mbar_init(ready, 1)
         ptx.mbar_fence()
         if cutlass.const_expr(cfg.cluster > 1):
             own = (cfg.fragments - block % cfg.cluster + cfg.cluster - 1) // cfg.cluster
@@ -654,7 +653,11 @@ def matmul_kernel(
                 pointer = cute.recast_ptr(base + weights_at + offsets[i], dtype=types[i])
                 smem.append(cute.make_tensor(pointer, layout))
             copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
-            produce(work, bars, copies, lane, cfg)
+            produce(work, bars, copies, (workspace, counters), lane, cfg)
+        if cutlass.const_expr(cfg.split == 1 and cfg.reallocates):
+            if warp == cfg.consumers * 4 + 1:
+                ptx.wait_previous_grid()
+                assist(work, (workspace, counters), meeting(bars, cfg), lane, cfg)
         if cutlass.const_expr(cfg.cluster > 1):
             ptx.cluster_wait()
     else:

@@ -10,8 +10,8 @@ protocol, whose words carry a flag; here a word is its own): store, fence, count
 counter and load are five ways to L2 one after the other, store and load two.
 
 Blocks with uneven shares (schedule.py): all but the one with a tile's first steps leave their sums
-in a place of their own long before it ends, and it adds them alone. No warp waits for another of
-its block: a warp of the tile's last block needs the same warp of the others.
+in a place of their own long before it ends, and it adds them alone. A warp that does not multiply
+tells and waits (`assist`).
 
 Legend: f a warp's fragment, number its first one's place in the tile, place = (warpgroup, warp,
 lane).
@@ -148,7 +148,7 @@ def finish_parts(acc, place, of_tile, scratch, corner, dst, cfg: cutlass.Constex
 def make_parts(work, scratch, place, cfg: cutlass.Constexpr):
     """Where a lane leaves and takes sums: (place of a block's sums 0, bytes between blocks' places,
     this block's number, counter of the tile it leaves sums of, of the one it finishes, how many
-    leave sums of that one, whether this is its warp's first lane)."""
+    leave sums of that one)."""
     plan, share, tiles_mn, (left, head) = work
     _, steps, blocks, me = plan
     workspace, counters = scratch
@@ -163,40 +163,46 @@ def make_parts(work, scratch, place, cfg: cutlass.Constexpr):
     while start < end:
         others = others + 1
         start = schedule.start_of(me + 1 + others, left, blocks, steps, head)
-    at = [(tile * cfg.cast + which) * (4 * cfg.consumers) + own for tile in (leaves, finishes)]
-    at = [counters + Int64(i) * 4 for i in at]
-    return base, pitch, me, at[0], at[1], others, Int32(lane == 0)
+    at = [counters + Int64(tile * cfg.cast + which) * 4 for tile in (leaves, finishes)]
+    return base, pitch, me, at[0], at[1], others
 
 
 @cute.jit
-def leave_part(acc, parts, cfg: cutlass.Constexpr):
-    """Store a warp's sums of a tile that another block finishes."""
-    base, pitch, me, _, _, _, _ = parts
+def leave_part(acc, parts, left, lane, cfg: cutlass.Constexpr):
+    """Store a warp's sums of a tile that another block finishes; `assist` tells it."""
+    base, pitch, me, _, _, _ = parts
     for f in cutlass.range_constexpr(cfg.warp_fragments):
         ptx.stg128f(base + Int64(me) * pitch + f * 512, fragment(acc, f, cfg))
+    cute.arch.sync_warp()
+    ptx.mbar_arrive(left, Int32(lane == 0))
 
 
 @cute.jit
-def tell_left(parts):
-    """Count the warp's sums that `leave_part` stored."""
-    cute.arch.sync_warp()
-    ptx.arrive_counter(parts[3], 1 << 20, parts[6])
-
-
-@cute.jit
-def wait_for_parts(parts):
-    """Wait until all others have left their sums; set the counter back."""
-    _, _, _, _, counter, others, leader = parts
-    ptx.wait_counter(counter, others, leader)
-    cute.arch.sync_warp()
-    ptx.leave_counter(counter, others, leader)
+def assist(work, scratch, meet, lane, cfg: cutlass.Constexpr):
+    """A warp that does not multiply: tell other blocks of the sums that this one leaves, and this
+    one of theirs, so that no fence and no look at a counter (a thousand clocks each) comes between
+    products; meet = (barrier of sums that are left, of others' that are there)."""
+    plan, share, _, _ = work
+    first, end, _ = share
+    steps = plan[1]
+    parts = make_parts(work, scratch, (Int32(0), Int32(0), lane), cfg)
+    leader = Int32(lane == 0)
+    if end > first:
+        if first % steps != 0:
+            ptx.mbar_wait(meet[0], 0)
+            ptx.tell_counter(parts[3], 1 << 20, leader)
+        if end % steps != 0:
+            if end // steps * steps >= first:
+                ptx.wait_counter(parts[4], parts[5], leader)
+                ptx.leave_counter(parts[4], parts[5], leader)
+                ptx.mbar_arrive(meet[1], leader)
 
 
 @cute.jit
 def take_part(values, parts, after, first: cutlass.Constexpr, cfg: cutlass.Constexpr):
     """Load the warp's fragments from `first` on of the sums that the block `after` this one left:
     as many as `values` holds."""
-    base, pitch, me, _, _, _, _ = parts
+    base, pitch, me, _, _, _ = parts
     at = base + Int64(me + after) * pitch + first * 512
     for f in cutlass.range_constexpr(cute.size(values) // 4):
         quad = ptx.ldg128f(at + f * 512)
@@ -205,16 +211,16 @@ def take_part(values, parts, after, first: cutlass.Constexpr, cfg: cutlass.Const
 
 
 @cute.jit
-def add_parts(acc, taken, parts, cfg: cutlass.Constexpr):
+def add_parts(acc, taken, parts, there, cfg: cutlass.Constexpr):
     """Add the others' sums in the order of k; `taken` holds the first other's if they are taken
-    early."""
+    early; `there` is the barrier of all."""
     others = parts[5]
     per_mma = cfg.block_m // 8
     if cutlass.const_expr(cfg.takes_early):
         for i in cutlass.range_constexpr(4 * per_mma):
             acc[0][i] = acc[0][i] + taken[i]
     else:
-        wait_for_parts(parts)
+        ptx.mbar_wait(there, 0)
     count = min(per_mma, 16)
     values = cute.make_rmem_tensor((4 * count,), Float32)
     for after in cutlass.range(1 + cfg.takes_early, others + 1, unroll=1):

@@ -354,7 +354,10 @@ def stg128f_told(address, values, *, loc=None, ip=None):
     names = [f"w{i}" for i in range(4)]
     text = (
         f"{{\n .reg .b32 {', '.join(names)};\n"
-        + "".join(f" mov.b32 {w}, ${i + 1};\n min.u32 {w}, {w}, 0xFFFFFFFE;\n" for i, w in enumerate(names))
+        + "".join(
+            f" mov.b32 {w}, ${i + 1};\n min.u32 {w}, {w}, 0xFFFFFFFE;\n"
+            for i, w in enumerate(names)
+        )
         + f" st.relaxed.gpu.global.v4.b32 [$0], {{{', '.join(names)}}};\n}}"
     )
     operands = [_i64(address, loc, ip)] + [_f32(v, loc, ip) for v in values]
@@ -372,7 +375,9 @@ def wait_told(first, stride, count, but, *, loc=None, ip=None):
     lines += [f" mov.b32 ${i}, 0f00000000;" for i in range(floats)]
     lines.append(" more:")
     for i, p in enumerate(where):
-        lines.append(f" @{p} ld.relaxed.gpu.global.v4.f32 {{{quads[i]}}}, [${floats} + {i * stride}];")
+        lines.append(
+            f" @{p} ld.relaxed.gpu.global.v4.f32 {{{quads[i]}}}, [${floats} + {i * stride}];"
+        )
     lines.append(" mov.b32 most, 0;")
     lines += [f" mov.b32 word, ${i};\n max.u32 most, most, word;" for i in range(floats)]
     lines += [" setp.eq.u32 again, most, 0xFFFFFFFF;", " @again bra more;", "}"]
