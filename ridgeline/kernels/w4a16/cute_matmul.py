@@ -43,12 +43,12 @@ from ridgeline.kernels.w4a16.cute_parts import (
     assist,
     finish_cluster,
     finish_parts,
+    finish_told,
     fragment,
     leave_part,
     make_parts,
     open_parts,
     take_part,
-    wait_open,
     write_fragment,
 )
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
@@ -293,6 +293,9 @@ def produce(work, bars, copies, scratch, lane, cfg: cutlass.Constexpr):
             if stage == cfg.stages:
                 stage = Int32(0)
                 parity = parity ^ 1
+    if cutlass.const_expr(cfg.told):
+        of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
+        open_parts(of_tile, scratch, meeting(bars, cfg)[1], lane, cfg)
     if cutlass.const_expr(cfg.split == 1 and not cfg.reallocates):
         assist(work, scratch, meeting(bars, cfg), lane, cfg)
     if cutlass.const_expr(cfg.cast > 1):
@@ -479,8 +482,6 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
     at = share[0]
     left, ready = meeting(bars, cfg)
     of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
-    if cutlass.const_expr(cfg.parts > 1):
-        open_parts(place, of_tile, scratch, cfg)
     if cutlass.const_expr(cfg.turns):
         if place[0] == cfg.consumers - 1:
             give_turn(place[0], cfg)
@@ -489,9 +490,6 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
         before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
-            if cutlass.const_expr(cfg.parts > 1):
-                if step == (begin + end) // 2:
-                    wait_open(place, of_tile, scratch, cfg)
             if cutlass.const_expr(cfg.takes_early):
                 if finishes_shared > 0:
                     if step == end - 1:
@@ -533,6 +531,8 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         corner = tile_corner(tile, tiles_mn, cfg)
         if cutlass.const_expr(cfg.cluster > 1):
             finish_cluster(flat, place, plan[3] % cfg.cluster, store[3:], corner, dst, cfg)
+        elif cutlass.const_expr(cfg.told):
+            finish_told(flat, place, of_tile, (scratch[0], ready), corner, dst, cfg)
         elif cutlass.const_expr(cfg.parts > 1):
             finish_parts(flat, place, of_tile, scratch, corner, dst, cfg)
         else:

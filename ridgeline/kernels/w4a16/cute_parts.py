@@ -5,9 +5,9 @@ Blocks that have equal parts of K and end together: every block owns a share of 
 the order of k and writes them. In a cluster the sums go to the owner's shared memory, where a
 barrier counts their bytes; otherwise through global memory: each block moves (parts - 1) / parts of
 a tile each way, where a last block that adds alone would read all of it parts times (256 KB at 64
-rows in 8 parts, some 3.5 us). A sum there says itself that it has come (the idea of NCCL's LL
-protocol, whose words carry a flag; here a word is its own): store, fence, counter, look at the
-counter and load are five ways to L2 one after the other, store and load two.
+rows in 8 parts, some 3.5 us). Of small tiles a sum there says itself that it has come (the idea of
+NCCL's LL protocol, whose words carry a flag; here a word is its own): store, fence, counter, look
+at the counter and load are five ways to L2 one after the other, store and load two.
 
 Blocks with uneven shares (schedule.py): all but the one with a tile's first steps leave their sums
 in a place of their own long before it ends, and it adds them alone. A warp that does not multiply
@@ -87,51 +87,73 @@ def finish_cluster(acc, place, rank, received, corner, dst, cfg: cutlass.Constex
 
 
 @cute.jit
-def open_parts(place, of_tile, scratch, cfg: cutlass.Constexpr):
-    """Mark the places where the other blocks' sums come to this warp as empty, and tell it;
-    of_tile = (tile, which part).
+def finish_parts(acc, place, of_tile, scratch, corner, dst, cfg: cutlass.Constexpr):
+    """The same through global memory; of_tile = (tile, which part).
 
-    A warp has to do with the same warp of the tile's other blocks only: their counter goes up to
-    `parts` as they have marked theirs, and on to 2 parts, which is 0, as they have seen it."""
-    base, number, rank, counter, leader = parts_place(place, of_tile, scratch, cfg)
-    for f in cutlass.range_constexpr(cfg.warp_fragments):
-        if (number + f) % cfg.parts == rank:
-            for part in cutlass.range_constexpr(cfg.parts):
-                if part != rank:
-                    ptx.stg128_empty(base + (part * cfg.fragments + number + f) * 512)
-    cute.arch.sync_warp()
-    ptx.tell_counter(counter, 2 * cfg.parts - 1, leader)
-
-
-@cute.jit
-def wait_open(place, of_tile, scratch, cfg: cutlass.Constexpr):
-    """Wait until the other blocks' places are marked, long before anything is sent there."""
-    _, _, _, counter, leader = parts_place(place, of_tile, scratch, cfg)
-    ptx.wait_counter(counter, cfg.parts, leader)
-    cute.arch.sync_warp()
-    ptx.leave_counter(counter, 2 * cfg.parts - 1, leader)
-
-
-@cute.jit
-def parts_place(place, of_tile, scratch, cfg: cutlass.Constexpr):
-    """(where a lane's quads of the tile's first part lie, its warp's first fragment, its block's
-    part, its warp's counter, whether this is its warp's first lane)."""
+    A warp waits for the same warp of the tile's other blocks: a counter goes up to `parts` as they
+    have stored, and on to 2 parts, which is 0, as they have seen it."""
     wg, warp, lane = place
     workspace, counters = scratch
     tile, rank = of_tile
     mine = wg * 4 + warp
+    number = mine * cfg.warp_fragments
     base = workspace + Int64(tile) * (cfg.parts * cfg.fragments * 512) + lane * 16
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        if (number + f) % cfg.parts != rank:
+            to = base + (rank * cfg.fragments + number + f) * 512
+            ptx.stg128f(to, fragment(acc, f, cfg))
+    cute.arch.sync_warp()
+    leader = Int32(lane == 0)
     counter = counters + Int64(tile * (4 * cfg.consumers) + mine) * 4
-    return base, mine * cfg.warp_fragments, rank, counter, Int32(lane == 0)
+    ptx.arrive_counter(counter, 2 * cfg.parts - 1, leader)
+    ptx.wait_counter(counter, cfg.parts, leader)
+    cute.arch.sync_warp()
+    ptx.leave_counter(counter, 2 * cfg.parts - 1, leader)
+    for f in cutlass.range_constexpr(cfg.warp_fragments):
+        if (number + f) % cfg.parts == rank:
+            first = base + (number + f) * 512
+            others = [
+                ptx.ldg128f(first + part * (cfg.fragments * 512), Int32(rank != part))
+                for part in range(cfg.parts)
+            ]
+            total = in_order(fragment(acc, f, cfg), rank, others, cfg)
+            write_fragment(total, f, place, corner, dst, cfg)
 
 
 @cute.jit
-def finish_parts(acc, place, of_tile, scratch, corner, dst, cfg: cutlass.Constexpr):
-    """The same through global memory, between places that `open_parts` has marked.
+def open_parts(of_tile, scratch, ready, lane, cfg: cutlass.Constexpr):
+    """The producer warp, when all has been asked for: mark the places where other blocks' sums come
+    to this one as empty, tell it, and tell this block when all others have (`ready`), so that no
+    fence and no counter comes between products and sums."""
+    workspace, counters = scratch
+    tile, rank = of_tile
+    base = workspace + Int64(tile) * (cfg.parts * cfg.fragments * 512) + lane * 16
+    for f in cutlass.range(rank, cfg.fragments, cfg.parts, unroll=1):
+        for part in cutlass.range_constexpr(cfg.parts):
+            if part != rank:
+                ptx.stg128_empty(base + (part * cfg.fragments + f) * 512)
+    cute.arch.sync_warp()
+    leader = Int32(lane == 0)
+    counter = counters + Int64(tile) * 4
+    # up to `parts` as places are marked, and on to 2 parts, which is 0, as that has been seen
+    ptx.tell_counter(counter, 2 * cfg.parts - 1, leader)
+    ptx.wait_counter(counter, cfg.parts, leader)
+    ptx.leave_counter(counter, 2 * cfg.parts - 1, leader)
+    ptx.mbar_arrive(ready, leader)
+
+
+@cute.jit
+def finish_told(acc, place, of_tile, meet, corner, dst, cfg: cutlass.Constexpr):
+    """`finish_parts` between places that `open_parts` has marked; meet = (workspace, ready).
 
     Whoever waits reads the words until they are there: no fence, no counter and no second way to
     memory behind the sums."""
-    base, number, rank, _, _ = parts_place(place, of_tile, scratch, cfg)
+    wg, warp, lane = place
+    workspace, ready = meet
+    tile, rank = of_tile
+    number = (wg * 4 + warp) * cfg.warp_fragments
+    base = workspace + Int64(tile) * (cfg.parts * cfg.fragments * 512) + lane * 16
+    ptx.mbar_wait(ready, 0)
     for f in cutlass.range_constexpr(cfg.warp_fragments):
         if (number + f) % cfg.parts != rank:
             to = base + (rank * cfg.fragments + number + f) * 512
