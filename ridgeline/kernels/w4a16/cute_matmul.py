@@ -385,21 +385,6 @@ def wait_group_of(wg):
 
 
 @cute.jit
-def wait_for_turn(wg, cfg: cutlass.Constexpr):
-    """Until the warpgroup before this one has issued its products (`give_turn`)."""
-    if cutlass.const_expr(cfg.turns):
-        cute.arch.barrier(barrier_id=8 + wg, number_of_threads=256)
-
-
-@cute.jit
-def give_turn(wg, cfg: cutlass.Constexpr):
-    """Let the next warpgroup issue."""
-    if cutlass.const_expr(cfg.turns):
-        after = (wg + 1) % cfg.consumers
-        cute.arch.barrier_arrive(barrier_id=8 + after, number_of_threads=256)
-
-
-@cute.jit
 def write_tile(acc, place, store, corner, dst, cfg: cutlass.Constexpr):
     """Bias, rounding, transposition to shared memory in TMA's swizzle, asynchronous store.
 
@@ -469,22 +454,54 @@ def release(mbar, lane, done, cfg: cutlass.Constexpr):
 
 
 @cute.jit
+def multiply_stage(
+    smem, at, registers, mma_tB, place, part: cutlass.Constexpr, cfg: cutlass.Constexpr
+):
+    """A consumer warpgroup's products of a stage, the part-th of a step, when it is there; at =
+    (stage, phase, the stage before, whether sums start here)."""
+    weights_smem, bars = smem
+    stage, parity, before, fresh = at
+    acc, _, words, operands = registers
+    mma, tB = mma_tB
+    ptx.mbar_wait(bars + stage * 8, parity)
+    slot = weights_smem + stage * cfg.slot_bytes
+    codes = load_words(slot, place, cfg)
+    factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
+    uses = cfg.halves * cfg.row_mmas
+    for use in cutlass.range_constexpr(uses):
+        # two sets of operand registers in turn: one is made while the other is used; waited for as
+        # late as may be, behind the reading of this stage's codes
+        half, mi = use // cfg.row_mmas, use % cfg.row_mmas
+        turn = (part * uses + use) % 2
+        if cutlass.const_expr(uses > 1):
+            warpgroup.wait_group(1)
+        if cutlass.const_expr(use == 1):
+            # now the products of the stage before this one are done
+            release(bars + (cfg.stages + before) * 8, place[2], fresh == 0, cfg)
+        make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
+        chunk = cfg.halves * stage + half
+        starts = fresh if half == 0 else Int32(0)
+        multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
+        if cutlass.const_expr(uses == 1):
+            warpgroup.wait_group(1)
+            release(bars + (cfg.stages + before) * 8, place[2], fresh == 0, cfg)
+
+
+@cute.jit
 def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
     """A consumer warpgroup: products of all the block's segments, then their tiles."""
     plan, share, tiles_mn, _ = work
     steps = plan[1]
-    weights_smem, bars = smem
+    bars = smem[1]
     lane = place[2]
-    acc, flat, words, operands = make_registers(mma, cfg)
+    registers = make_registers(mma, cfg)
+    flat = registers[1]
     parts = make_parts(work, scratch, place, cfg)
     taken = cute.make_rmem_tensor((cfg.block_m // 2 if cfg.takes_early else 1,), Float32)
     stage, parity = Int32(0), Int32(0)
     at = share[0]
     left, ready = meeting(bars, cfg)
     of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
-    if cutlass.const_expr(cfg.turns):
-        if place[0] == cfg.consumers - 1:
-            give_turn(place[0], cfg)
     for index in cutlass.range(share[2], unroll=1):
         tile, begin, end, at = segment(index, plan, share, at, cfg)
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
@@ -496,31 +513,9 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
                         ptx.mbar_wait(ready, 0)
                         take_part(taken, parts, Int32(1), 0, cfg)
             for part in cutlass.range_constexpr(2 // cfg.halves):
-                ptx.mbar_wait(bars + stage * 8, parity)
-                slot = weights_smem + stage * cfg.slot_bytes
-                codes = load_words(slot, place, cfg)
-                factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
                 fresh = Int32(part == 0) & Int32(step == begin)
-                uses = cfg.halves * cfg.row_mmas
-                for use in cutlass.range_constexpr(uses):
-                    # two sets of operand registers in turn: one is made while the other is used;
-                    # waited for as late as may be, behind the reading of this stage's codes
-                    half, mi = use // cfg.row_mmas, use % cfg.row_mmas
-                    turn = (part * uses + use) % 2
-                    if cutlass.const_expr(uses > 1):
-                        warpgroup.wait_group(1)
-                    if cutlass.const_expr(use == 1):
-                        # now the products of the stage before this one are done
-                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
-                    make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
-                    chunk = cfg.halves * stage + half
-                    starts = fresh if half == 0 else Int32(0)
-                    wait_for_turn(place[0], cfg)
-                    multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
-                    give_turn(place[0], cfg)
-                    if cutlass.const_expr(uses == 1):
-                        warpgroup.wait_group(1)
-                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
+                at_stage = (stage, parity, before, fresh)
+                multiply_stage(smem, at_stage, registers, (mma, tB), place, part, cfg)
                 before = stage
                 stage += 1
                 if stage == cfg.stages:

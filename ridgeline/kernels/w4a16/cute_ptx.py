@@ -483,6 +483,13 @@ def wait_counter(address, least, pred, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def settled(value, *, loc=None, ip=None):
+    """A sum of WGMMA's behind the wait for it: what is made of it stays behind the wait."""
+    text = "mov.b32 $0, $1;"
+    return Float32(_asm(T.f32(), [_f32(value, loc, ip)], text, "=f,f", loc, ip))
+
+
+@dsl_user_op
 def constant(bits, *, loc=None, ip=None):
     """A register with constant bits."""
     return Int32(_pure(T.i32(), [_i32(bits, loc, ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))

@@ -198,7 +198,7 @@ class MatmulConfig:
     block_m: int
     """Rows of activations a tile: 16, 32, 64, 128 or 256 (WGMMA's n)."""
     consumers: int
-    """Warpgroups that multiply: 2, 3 or 4."""
+    """Warpgroups that multiply: 2 or 4."""
     row_mmas: int
     """WGMMAs of 64 outputs a warpgroup: a tile has 64 consumers row_mmas outputs."""
     stages: int
@@ -214,9 +214,6 @@ class MatmulConfig:
     cast: int = 1
     """Blocks of a cluster, of neighbouring outputs, that bring each other's activations: 1 or 2
     (then `cluster` is 1)."""
-    turns: bool = False
-    """Warpgroups issue their products one after the other, so that each makes operands while
-    another's products run."""
     silu_mul: bool = False
     """Rows g of 16 are gates, rows g + 8 ups; writes silu(gate) * up."""
     pdl: bool = True
@@ -243,7 +240,7 @@ class MatmulConfig:
     @property
     def consumer_registers(self) -> int:
         """A thread's, where registers are given over."""
-        return {2: 232, 3: 160, 4: 112}[self.consumers]
+        return 232 if self.consumers == 2 else 112
 
     @property
     def producer_registers(self) -> int:
@@ -301,7 +298,7 @@ class MatmulConfig:
     @property
     def takes_early(self) -> bool:
         """Whether there are registers for another block's sums beside the products."""
-        one = self.split == 1 and self.row_mmas == 1 and self.consumers == 2
+        one = self.split == 1 and self.row_mmas == 1
         return one and self.reallocates and self.block_m <= 128
 
     @property
