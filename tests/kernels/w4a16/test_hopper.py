@@ -269,6 +269,8 @@ gpu = [
 
 # rows of a tile, and how four tiles of 16 steps are shared
 SHARED = [
+    (16, {"waves": 0, "blocks": 20, "parts": 4}),
+    (32, {"waves": 0, "blocks": 28, "parts": 7}),
     (64, {"waves": 0, "blocks": 28, "cluster": 7}),
     (64, {"waves": 0, "blocks": 16, "parts": 4}),
     (64, {"waves": 0, "blocks": 20, "parts": 4}),
@@ -360,7 +362,7 @@ class TestOnHopper:
         monkeypatch.setattr(
             configs, "_MEASURED_SMS", torch.cuda.get_device_properties(0).multi_processor_count
         )
-        shape = (64, 2, 1, 2, 2, 2) if rows == 64 else (128, 2, 1, 2, 2, 1)
+        shape = (rows, 2, 1, 2, 2, 1 if rows == 128 else 2)
         monkeypatch.setattr(configs, "_MEASURED", {(k, 512, rows): (shape, configs.Plan(**plan))})
         configs.matmul_launch.cache_clear()
         weight, prepared, forward = on_gpu(*kind, n, k)
