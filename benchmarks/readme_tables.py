@@ -10,6 +10,7 @@ from result_rows import (
     Row,
     current,
     gpu_text,
+    is_ours,
     length_text,
     markdown,
     peer_names,
@@ -232,7 +233,8 @@ def quantize_table(rows: list[Row]) -> str:
                 + (f" ({row['blocks']} blocks timed)" if "blocks" in row else ""),
                 spread(group, "ppl_before", 3), spread(group, "ppl_after", 3),
                 spread(group, "kl", 3), spread(group, "top1_agreement", 3),
-                spread(group, "seconds_all_blocks" if "blocks" in row else "seconds", 0),
+                spread(group, "seconds_all_blocks" if "blocks" in row else "seconds", 0)
+                + _beside(rows, row),
                 measured(row),
             )
         )  # fmt: skip
@@ -241,6 +243,16 @@ def quantize_table(rows: list[Row]) -> str:
         "seconds", "measured",
     )  # fmt: skip
     return markdown(header, body) if body else ""
+
+
+def _beside(rows: list[Row], peer: Row) -> str:
+    """What ours took for the same in a peer's run: other runs may be of other processors."""
+    if is_ours(peer):
+        return ""
+    keys = ("run", "method", "symmetric", "calibration_tokens", "seed")
+    same = (r for r in rows if is_ours(r) and all(r.get(key) == peer.get(key) for key in keys))
+    ours = next(same, None)
+    return "" if ours is None else f" (ours in that run {ours['seconds']:.0f})"
 
 
 def _library_text(row: Row) -> str:

@@ -43,6 +43,7 @@ from peers import PEERS, Peer, quantize_with
 from torch import nn
 
 from ridgeline.core import assets, env, progress, text
+from ridgeline.core.arch import detect
 from ridgeline.core.host_memory import keep_freed_memory
 from ridgeline.engine.load import open_model
 from ridgeline.formats.gptq import GPTQFormat
@@ -321,6 +322,7 @@ class Bench:
             "gpu": device_name(self.args.device),
             "model": "SmolLM2-135M-Instruct",
             "dtype": "float32",
+            "machine": detect(self.args.device).device,
             "threads": torch.get_num_threads(),
             "commit": commit.stdout.strip() or "unknown",
             "versions": {"torch": torch.__version__, "python": platform.python_version()},

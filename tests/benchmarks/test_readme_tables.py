@@ -227,6 +227,22 @@ def test_training_rows_say_their_layout_and_what_is_no_speed_is_left_out(written
     assert cells[5:7] == ["29 / 3 of 2,000 ms", "101 GiB"]
 
 
+def test_a_peers_seconds_stand_beside_ours_of_the_same_run(written):
+    same = {
+        "op": "quantize", "model": "small", "method": "gptq", "bits": 4, "group_size": 64,
+        "symmetric": True, "calibration_tokens": 16384, "seed": 1, "ppl_before": 15.3,
+        "ppl_after": 17.6, "kl": 0.15, "top1_agreement": 0.8,
+    }  # fmt: skip
+    rows = [
+        _row("ours gptq", 0, run="r1", seconds=86.2, **same),
+        _row("peer 1", 0, run="r1", seconds=280.9, **same),
+        _row("ours gptq", 0, run="r2", seconds=40.7, **same),
+    ]
+    lines = readme_tables.quantize_table(written(rows, "quantize")).splitlines()
+    seconds = [[cell.strip() for cell in line.split("|")][-3] for line in lines[2:]]
+    assert seconds == ["41", "281 (ours in that run 86)"]
+
+
 def test_the_parallel_page_shows_where_steps_go_and_the_newest_comparison(written):
     layout = {
         "dp_replicate": 1, "dp_shard": 1, "tp": 2, "pp": 1, "cp": 1, "zero": 3, "schedule": "1f1b",
