@@ -5,9 +5,10 @@ Blocks that have equal parts of K and end together: every block owns a share of 
 the order of k and writes them. In a cluster the sums go to the owner's shared memory, where a
 barrier counts their bytes; otherwise through global memory: each block moves (parts - 1) / parts of
 a tile each way, where a last block that adds alone would read all of it parts times (256 KB at 64
-rows in 8 parts, some 3.5 us). Of small tiles a sum there says itself that it has come (the idea of
+rows in 8 parts, some 3.5 us). Up to 16 rows a sum there says itself that it has come (the idea of
 NCCL's LL protocol, whose words carry a flag; here a word is its own): store, fence, counter, look
-at the counter and load are five ways to L2 one after the other, store and load two.
+at the counter and load are five ways to L2 one after the other, store and load two. With more rows
+marking the places as empty costs what that saves.
 
 Blocks with uneven shares (schedule.py): all but the one with a tile's first steps leave their sums
 in a place of their own long before it ends, and it adds them alone. A warp that does not multiply

@@ -293,7 +293,7 @@ class MatmulConfig:
     @property
     def told(self) -> bool:
         """Whether sums of parts say themselves that they have come (cute_parts.py)."""
-        return self.parts > 1 and self.block_m <= 32
+        return self.parts > 1 and self.block_m <= 16
 
     @property
     def takes_early(self) -> bool:

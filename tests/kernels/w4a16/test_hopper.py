@@ -151,12 +151,19 @@ def test_measured_choices():
         found = configs.matmul_launch(kind, m, 14336, 4096, SMS)
         assert (found.config.cluster, found.blocks, found.waves) == (2, 224, 0)
         assert found.config.stages == (6 if m <= 16 else 3)
-    for m, parts in ((16, 7), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
+    for m, parts in ((16, 4), (32, 8), (64, 8), (128, 4)):  # added in shares, without a cluster
         found = configs.matmul_launch(kind, m, 4096, 14336, SMS)
         assert (found.config.cluster, found.config.parts) == (1, parts)
     found = configs.matmul_launch(kind, 128, 28672, 8192, SMS)
     assert (found.config.block_n, found.waves, found.blocks, found.head) == (128, 0, 132, 0)
-    assert found.workspace_floats == 132 * 128 * 128
+    assert found.workspace_floats == 132 * 128 * 128 and found.config.cast == 2
+    found = configs.matmul_launch(kind, 16, 4096, 14336, SMS)  # 33 columns for 32: one an SM
+    assert found.blocks == 132 and found.config.told
+    for m, trimmed in ((192, False), (193, True), (256, True), (257, False)):
+        found = configs.rows_launch(kind, m, 14336, 4096, SMS, False)
+        assert isinstance(found, configs.TrimmedLaunch) == trimmed
+    assert (found := configs.trimmed_launch(kind, 256, 14336, 4096, SMS)) is not None
+    assert (found.tiles, found.blocks) == (112, 131)
     for m in (1, 4):  # by rows: TMA fills the rows that there are not
         found = configs.decode_launch(kind, m, 4096, 4096, SMS, False)
         assert (found.config.lean, found.splits, found.blocks) == (False, 2, 66)
@@ -207,14 +214,14 @@ def test_invariant_launch_ignores_rows():
     small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
     assert [type(launch) for launch in small] == [
         configs.StreamLaunch,
-        configs.DecodeLaunch,
+        configs.StreamLaunch,
         configs.StreamLaunch,
         configs.MatmulLaunch,
     ]
 
 
 def test_explain_gives_the_launch():
-    small = W4A16Problem(m=8, n=4096, k=4096, group_size=128)
+    small = W4A16Problem(m=8, n=14336, k=4096, group_size=128)
     large = W4A16Problem(m=512, n=4096, k=4096, group_size=128)
     arch = pretend("sm90")
     assert isinstance(configs.launch_for(small, arch), configs.DecodeLaunch)
@@ -270,6 +277,7 @@ gpu = [
 # rows of a tile, and how four tiles of 16 steps are shared
 SHARED = [
     (16, {"waves": 0, "blocks": 20, "parts": 4}),
+    (16, {"waves": 0, "blocks": 28, "parts": 7}),
     (32, {"waves": 0, "blocks": 28, "parts": 7}),
     (64, {"waves": 0, "blocks": 28, "cluster": 7}),
     (64, {"waves": 0, "blocks": 16, "parts": 4}),
