@@ -6,6 +6,7 @@ Each function takes cells and returns a caption and a table, or "" where nothing
 from __future__ import annotations
 
 from result_rows import (
+    PEERS,
     Cell,
     Row,
     current,
@@ -75,7 +76,8 @@ def caption(title: str, cells: list[Cell]) -> str:
 def hopper_table(cells: list[Cell]) -> str:
     """The Hopper kernel, one line a pass, head dim and mask."""
     found = plain(cells, "cute_sm90")
-    columns = ("FlashAttention-3", "cuDNN", "FlashAttention-2")
+    columns = [name for name in PEERS.values() if any(name in c.peers for c in found.values())]
+    columns = list(dict.fromkeys(columns))
     body = []
     for direction in (name for name in DIRECTIONS if any(key[0] == name for key in found)):
         for dim in HEAD_DIMS:

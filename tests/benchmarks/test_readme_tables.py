@@ -88,7 +88,8 @@ def test_the_hopper_table(written):
         "attention",
     )  # fmt: skip
     text = readme_tables.results_tables(rows)
-    assert "| forward | 128 | causal | 1000 | 800 | 500 | - | 1.25 |" in text
+    assert "| `cute_sm90` | FlashAttention-3 | cuDNN | ours : best peer |" in text  # who was there
+    assert "| forward | 128 | causal | 1000 | 800 | 500 | 1.25 |" in text
     assert "| forward | 64 |" not in text
     assert "H200, 2026-11-29, commit 01234567, run r1. Peers: fa3 vllm 1, cudnn 91900." in text
     assert "backward" not in text and "2000" not in text
