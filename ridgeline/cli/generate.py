@@ -14,6 +14,7 @@ from ridgeline.core.arch import detect
 from ridgeline.core.errors import bad_value
 from ridgeline.engine.load import Device, OpenModel, RunDtype, is_quantized, open_model
 from ridgeline.nn.generate import GenerationStats, SamplingConfig, generate_text
+from ridgeline.nn.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,12 @@ def generate(config: GenerateConfig) -> Result:
     dtype = config.dtype
     if dtype == "auto" and config.model.is_dir() and is_quantized(config.model):
         dtype = "bfloat16"
+    there = config.chat and config.model.is_dir()
+    if there and Tokenizer(config.model).chat_template is None:  # before the weights are read
+        raise bad_value(
+            "generate", "model", "have a chat template", f"none in {config.model}",
+            "give --no-chat, which continues the text",
+        )  # fmt: skip
     opened = open_model(config.model, dtype, config.device)
     messages: list[dict[str, str]] = []
     if config.system:

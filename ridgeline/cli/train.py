@@ -82,7 +82,7 @@ def _check_layout_flags(words: list[str], given: dict[str, int]) -> None:
     """Refuse sizes whose product is wrong before anything that follows from them (the batch), but
     not before the parser has told of a flag that there is not: a size may be meant by it."""
     sizes, known = dict(given), {field.name for field in fields(Layout)}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):  # no words: nothing
         name, equals, value = word.partition("=")
         if not name.startswith("--layout."):
             continue

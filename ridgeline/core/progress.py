@@ -117,14 +117,20 @@ def _line_task(name: str, total: float | None, unit: str) -> Advance:
                 elapsed_s=round(elapsed, 2),
             )
         elif elapsed > 2.0 or finished:
-            of = f" of {total:g}" if total is not None else ""
             print(
-                f"{name}: {state['done']:g}{of} {unit} {elapsed:.0f} s {note}".rstrip(),
+                f"{name}: {_amount(state['done'], total, unit)} {elapsed:.0f} s {note}".rstrip(),
                 file=sys.stderr,
                 flush=True,
             )
 
     return advance
+
+
+def _amount(done: float, total: float | None, unit: str) -> str:
+    """What is done of what, bytes as megabytes."""
+    scale, digits, unit = (1e6, ".1f", "MB") if unit == "bytes" else (1.0, "g", unit)
+    of = "" if total is None else f" of {total / scale:{digits}}"
+    return f"{done / scale:{digits}}{of} {unit}"
 
 
 def quiet_during(function: Callable[[], Any]) -> Any:

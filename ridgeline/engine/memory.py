@@ -325,7 +325,7 @@ def _hints(
     elif packed:
         hints.append("take a smaller model")
     if not on_gpu or config.memory_gib is not None:
-        hints.append("raise memory_gib")
+        hints.append("raise memory_gib (--memory-gib)")
     return [*hints, "use more GPUs" if on_gpu else "use a GPU"]
 
 

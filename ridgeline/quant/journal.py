@@ -5,6 +5,7 @@
   <folder>/block-00003.json             its reports
   <folder>/state-00003-of-0.safetensors hidden states after it, one file a rank
   <folder>/done-00003                   written last: the block counts
+  <folder>/.lock                        held by the process at work in it
 
 Each file is written under another name, flushed and renamed; a block counts when its `done` file is
 there, so at most the block at hand is done again. Hidden states keep their dtype, so that the run
@@ -13,16 +14,19 @@ goes on with the same bits. Only the newest state is kept.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ridgeline.core import progress
@@ -37,8 +41,9 @@ from ridgeline.quant.ranks import Ranks
 from ridgeline.quant.recipe import Recipe
 from ridgeline.quant.report import BlockReport, ModuleReport
 
+_LOCK = ".lock"
 _KNOWN = re.compile(r"run\.json|block-\d{5}\.(safetensors|json)|state-\d{5}-of-\d+\.safetensors|"
-                    r"done-\d{5}|\..*\.tmp")  # fmt: skip
+                    r"\.lock|done-\d{5}|\..*\.tmp")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +81,23 @@ class Journal:
                 f"quantize: {self.folder} must hold an unfinished run, got "
                 f"{foreign[0] if foreign else 'a file'}; move it away"
             )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        weakref.finalize(self, os.close, _locked(self.folder))
         path = self.folder / "run.json"
         if path.is_file():
             before = _read(path)
             changed = sorted(k for k in fingerprint if before.get(k) != fingerprint[k])
             if not changed:
+                if self.finished:
+                    progress.say(f"quantize: going on after {self.finished} finished blocks")
                 return
             progress.say(
                 f"quantize: an unfinished run in {self.folder} had another "
                 f"{', '.join(changed)}; starting over"
             )
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for held_file in held:
+            if held_file.name != _LOCK:
+                held_file.unlink()
         try:
             atomic_write_text(path, json.dumps(fingerprint, indent=1, default=str))
         except UserError:
@@ -194,7 +204,10 @@ class Journal:
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         contents = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         with atomic_path(self.folder / name) as temporary:
-            save_file(contents, temporary)
+            try:
+                save_file(contents, temporary)
+            except SafetensorError as error:  # a full disk, among others
+                raise UserError(f"write: could not write {self.folder / name}: {error}") from error
 
     def _state(self, index: int) -> Path:
         return self.folder / f"state-{index:05d}-of-{self.ranks.rank}.safetensors"
@@ -218,6 +231,24 @@ class Journal:
         """Once the result stands elsewhere."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _locked(folder: Path) -> int:
+    """The lock of a run's folder as an open file, held until that is closed; the process itself may
+    take it again.
+
+    Raises: UserError where another process has it.
+    """
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise UserError(
+            f"quantize: {folder} must belong to one run, got another process at work in it; wait "
+            "for it, or choose another --out"
+        ) from error
+    return handle
 
 
 def _read(path: Path) -> dict[str, Any]:

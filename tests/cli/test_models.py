@@ -85,6 +85,14 @@ def test_generate_reads_a_conversation_from_standard_input(model_folder, monkeyp
     assert answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"] + len("second")
 
 
+def test_a_chat_without_a_template_is_refused_before_the_weights(model_folder, tmp_path, capsys):
+    names = shutil.ignore_patterns("chat_template.jinja", "*.safetensors")
+    folder = shutil.copytree(model_folder, tmp_path / "model", ignore=names)
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "abc"]) == 2
+    assert "must have a chat template, got none" in (err := capsys.readouterr().err)
+    assert "--no-chat" in err
+
+
 def test_generate_without_a_template_continues_the_text(model_folder):
     config = GenerateConfig(model=model_folder, prompt="abc", chat=False, max_new_tokens=1)
     assert generate(config)["answers"][0]["prompt_tokens"] == 3

@@ -133,6 +133,12 @@ def test_refusals_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_words_at_all(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train"]) == 2
+    assert "data.files must name at least one text file" in capsys.readouterr().err
+
+
 def test_no_text(tmp_path, capsys):
     assert cli.main(["train", "--run-dir", str(tmp_path / "run")]) == 2
     assert "data.files must name at least one text file" in capsys.readouterr().err

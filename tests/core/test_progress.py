@@ -44,6 +44,13 @@ def test_bars_go_to_stderr(mode, capsys):
     assert out == "" and "load" in err and "2/2" in err
 
 
+def test_bytes_are_told_in_megabytes(mode, capsys):
+    mode("lines")
+    with progress.task("fetch", 92_871_040, "bytes") as advance:
+        advance(92_871_040)
+    assert capsys.readouterr().err.startswith("fetch: 92.9 of 92.9 MB 0 s")
+
+
 def test_quiet_during_restores(mode):
     mode("json")
     assert progress.quiet_during(progress.mode) == "quiet"

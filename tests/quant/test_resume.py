@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ridgeline.core.errors import UserError
 from ridgeline.formats.compressed_tensors import CompressedTensorsFormat
 from ridgeline.nn.decoder import Decoder
 from ridgeline.quant.calibrate import Around, quantize_model
@@ -82,3 +85,35 @@ def same_parameters(model: Decoder, exact: Decoder) -> None:
     ):
         loose = 1e-3 if name.endswith("bias") else 0.0
         torch.testing.assert_close(got, want, rtol=loose, atol=loose, msg=name)
+
+
+def test_two_processes_do_not_work_in_one_folder(ids, tmp_path) -> None:
+    """The second is told; when the first has ended, killed or not, the next goes on."""
+    folder = tmp_path / "kept"
+    code = (
+        "import sys; from pathlib import Path; from ridgeline.quant import journal\n"
+        f"lock = journal._locked(Path({str(folder)!r}))\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="kept must belong to one run, got another process"):
+            around(folder, RECIPE)
+        other.kill()
+    journal = around(folder, RECIPE).journal
+    assert journal is not None
+    assert {path.name for path in folder.iterdir()} == {".lock", "run.json"}
+    journal.remove()
+    assert not folder.exists()
+
+
+def test_a_run_started_over_keeps_nothing_but_its_lock(ids, tmp_path, capsys) -> None:
+    folder = tmp_path / "kept"
+    with pytest.raises(_StoppedError):
+        quantize_model(decoder(), ids, RECIPE, around=around(folder, RECIPE, 1))
+    assert (folder / "done-00000").is_file()
+    around(folder, replace(RECIPE, method="rtn"))
+    assert {path.name for path in folder.iterdir()} == {".lock", "run.json"}
