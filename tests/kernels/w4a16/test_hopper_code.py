@@ -31,8 +31,10 @@ def config_of(**changes: Any) -> Any:
 
 
 FEW = {
-    "decode": config_of(m=8),
-    "decode-fp16-asymmetric": config_of(m=8, dtype="float16", group_size=64, symmetric=False),
+    "decode": config_of(m=8, n=14336),
+    "decode-fp16-asymmetric": config_of(
+        m=8, n=14336, dtype="float16", group_size=64, symmetric=False
+    ),
     "stream": config_of(m=16),
     "matmul": config_of(m=512),
     "matmul-cluster": config_of(m=32, scale_dtype="bfloat16"),
