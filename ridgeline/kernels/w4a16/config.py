@@ -295,11 +295,10 @@ def planned(config: MatmulConfig, plan: Plan, tiles: int, steps: int) -> MatmulL
 
 
 # Where clusters along K beat the other kernels: (k, n, most rows) -> plan of `stream_plan`. H200,
-# 2026-11-30, us with / without: 3.9 / 4.4 at one row, 4.1 / 4.7 at 4, 4 / 4.3 at 8, 4.3 / 6 at 16.
+# 2026-11-30, microseconds with / without: 3.9 / 4.4 at one row, 4.1 / 4.7 at 4, 4.3 / 6.3 at 16.
 _MEASURED_STREAMS = {
     (4096, 4096, 1): (8, 1, 1, 2, 2, 2, 1, False),
     (4096, 4096, 4): (8, 1, 1, 2, 2, 2, 1, False),
-    (4096, 4096, 8): (8, 1, 2, 2, 2, 2, 1, False),
     (4096, 4096, 16): (8, 1, 2, 2, 2, 2, 1, True),
 }
 _STREAM_ROWS = (1, 4, 8, DECODE_ROWS)  # of a box; one of 2 rows brought other values on an H200

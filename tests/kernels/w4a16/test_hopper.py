@@ -214,7 +214,7 @@ def test_invariant_launch_ignores_rows():
     small = [configs.rows_launch(kind, m, 4096, 4096, SMS, False) for m in (4, 8, 16, 17)]
     assert [type(launch) for launch in small] == [
         configs.StreamLaunch,
-        configs.StreamLaunch,
+        configs.DecodeLaunch,
         configs.StreamLaunch,
         configs.MatmulLaunch,
     ]
