@@ -245,14 +245,14 @@ def _say_ready(state: ServerState, address: str, start: float) -> None:
     )
     key = "with a key" if config.api_keys else "without a key"
     page = f"{address}/" + ("" if state.template else " (no chat template: completions only)")
-    kv_gib = state.engine.llm.plan.kv_bytes / 2**30
     progress.say(
         f"serving {config.model_name} ({info.weights}, {info.dtype}, {info.device}) at {address} "
         f"{key}, ready in {seconds:.1f} s\n"
         f"  chat:    {page}\n"
         f"  OpenAI:  base_url={address}/v1  model={config.model_name}\n"
-        f"  context {info.max_model_len:,} tokens, KV cache {kv_gib:.2f} GiB (--memory-gib): "
-        f"{info.num_pages:,} pages of {info.page_tokens} tokens in {info.kv_dtype}; Ctrl-C stops"
+        f"  context {info.max_model_len:,} tokens; KV cache {info.kv_bytes / 2**30:.2f} GiB "
+        f"(--memory-gib): {info.num_pages:,} pages of {info.page_tokens} tokens in {info.kv_dtype}"
+        "; Ctrl-C stops"
     )
 
 

@@ -29,6 +29,8 @@ class ModelInfo:
     kv_dtype: str
     page_tokens: int
     num_pages: int
+    kv_bytes: int
+    """Of the KV cache, on one rank."""
 
 
 class OutputStream(Protocol):

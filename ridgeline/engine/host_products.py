@@ -116,26 +116,23 @@ def _in_bags(
     rows: Rows, source: Source, out_1N: torch.Tensor, scratch: Scratch
 ) -> tuple[Fill, Callable[[], object]]:
     """The activations spread by the source itself; the sum over groups written to the output."""
-    spread_C1S = scratch_of(scratch, rows.sizes)
-    fill, spread = source.into(spread_C1S[:, 0]), spread_C1S.view(-1)
-    C, _, _, width = rows.sums_shape
-    N = out_1N.shape[1]
+    kept, N = scratch_of(scratch, rows.sizes), out_1N.shape[1]
+    fill = source.into(kept.spread_CMS[:, 0])
+    C, _, width = kept.out_CMc.shape
     if C * width == N:
         out_C1c = out_1N.view(C, 1, width)
-        return fill, lambda: torch.sum(rows.of_spread(spread), 2, out=out_C1c)
-    padded_C1c = torch.empty(C, 1, width)
-    padded_1N = padded_C1c.view(1, -1)[:, :N]
+        return fill, lambda: rows.of_spread(kept.spread, out_C1c)
 
     def multiply() -> None:
-        torch.sum(rows.of_spread(spread), 2, out=padded_C1c)
-        out_1N.copy_(padded_1N)
+        rows.of_spread(kept.spread, kept.out_CMc)
+        out_1N.copy_(kept.row_1N)
 
     return fill, multiply
 
 
 def _reordered(rows: Rows, scratch: Scratch) -> Callable[[torch.Tensor], torch.Tensor]:
-    spread_C1S = scratch_of(scratch, rows.sizes)
-    return lambda x_1K: rows(x_1K, spread_C1S)
+    kept = scratch_of(scratch, rows.sizes)
+    return lambda x_1K: rows(x_1K, kept)
 
 
 def _general(linear: Linear, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -429,6 +429,7 @@ class LLM:
             kv_dtype="fp8" if cache.dtype == FP8 else dtype_name(cache.dtype),
             page_tokens=cache.page_tokens,
             num_pages=cache.num_pages,
+            kv_bytes=self.plan.kv_bytes,
         )
 
 

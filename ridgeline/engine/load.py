@@ -57,7 +57,12 @@ def open_model(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"model: {folder} must be a folder, got none; check the path")
+        got = "a file" if folder.exists() else "none"
+        raise UserError(f"model: {folder} must be a folder, got {got}; check the path")
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model: {folder} must be a model folder with a config.json, got none; check the path"
+        )
     where = choose_device(device)
     run_dtype = torch_dtype(choose_dtype(dtype, where))
     tokenizer = Tokenizer(folder)

@@ -399,9 +399,10 @@ class _Run:
     def _result(self, interrupted: str | None, exported: Path | None) -> TrainResult:
         config = self.config
         if interrupted is not None and self.ranks.is_first:
+            asked = interrupted == "stop_at_step"  # by a program, which knows how to go on
             progress.say(
                 f"stopped by {interrupted} at step {self.step} of {config.steps}; state is saved "
-                f"in {config.run_dir}; give the same command again to go on"
+                f"in {config.run_dir}" + ("" if asked else "; give the same command again to go on")
             )
         newest = scan(config.run_dir / "checkpoints")
         return TrainResult(

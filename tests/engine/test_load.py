@@ -32,6 +32,11 @@ def test_a_gpu_that_is_not_here(monkeypatch):
 def test_no_folder(tmp_path):
     with pytest.raises(UserError, match="must be a folder, got none"):
         open_model(tmp_path / "nothing")
+    (tmp_path / "text.txt").write_text("a file")
+    with pytest.raises(UserError, match="must be a folder, got a file"):
+        open_model(tmp_path / "text.txt")
+    with pytest.raises(UserError, match="must be a model folder with a config.json, got none"):
+        open_model(tmp_path)
 
 
 def test_a_hostile_config_runs_nothing(tmp_path):

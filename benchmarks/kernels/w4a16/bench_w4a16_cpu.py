@@ -3,16 +3,17 @@
     python benchmarks/kernels/w4a16/bench_w4a16_cpu.py --results benchmarks/results/cpu
         [--threads 2] [--layers 2048x2048,576x3072] [--rows 1,4,16,64] [--seconds 2]
 
-Everybody runs in turns in one process on the same activations; a call goes through the public
-function, its checks included. Each layer is checked first: one-hot activations return its weights
-bit for bit. Weights stay in cache between calls where they fit, for everybody alike. The last line
-is JSON.
+Everybody runs in turns, in every order, in one process on the same activations; a call goes through
+the public function, its checks included. Each layer is checked first: one-hot activations return
+its weights bit for bit. Weights stay in cache between calls where they fit, for everybody alike.
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import statistics
@@ -167,13 +168,16 @@ def cell(
 def measure(
     calls: dict[str, Callable[[], Any]], seconds: float
 ) -> dict[str, tuple[float, float, float]]:
-    """(20th percentile, median, 80th) microseconds of each call, in turns."""
+    """(20th percentile, median, 80th) microseconds of each call, in turns of every order: who comes
+    behind the largest weight is slower for it, by a tenth and more."""
     marks: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
+    orders = itertools.cycle(itertools.permutations(calls))
     while time.perf_counter() < end or len(marks[next(iter(marks))]) < 7:
-        for name, call in calls.items():
+        for name in next(orders):
+            call = calls[name]
             call()  # its weight comes back into the cache
             start = time.perf_counter()
             call()

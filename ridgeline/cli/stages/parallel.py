@@ -85,10 +85,12 @@ def _config(folder: Path, name: str, layout: Layout) -> TrainConfig:
 
 def say(result: Result) -> str:
     """The layout and how far it is from one process."""
+    gap = result["largest_difference"]
+    close = f"within {gap:.0e} of" if gap else "the losses of"
     return (
         f"{result['layout']} on {result['ranks']} processes, then one process from step "
         f"{result['resumed_at']}: loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}, "
-        f"within {result['largest_difference']:.0e} of one process"
+        f"{close} one process"
     )
 
 

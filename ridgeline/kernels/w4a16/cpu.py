@@ -22,6 +22,7 @@ the int4 path rounds to the activation's dtype before the bias is added.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -193,9 +194,11 @@ def forward(
         ways = prepared.memo["ways"] = _ways_of(prepared)
     simple = bias_N is None and not prepared.silu_mul
     if M <= ways.bags_to and ways.bags is not None:
-        out_MN = _by_bags(act_MK, prepared, ways.bags)
         if simple:
-            return act_MK.new_empty(M, prepared.n).copy_(out_MN)
+            if M <= cpu_bags.ROWS_TOGETHER:
+                return _known(act_MK, prepared, ways.bags)(act_MK)
+            return _by_bags(act_MK, prepared, ways.bags, act_MK.dtype)
+        out_MN = _by_bags(act_MK, prepared, ways.bags, torch.float32)
         return finish(out_MN, bias_N, prepared.silu_mul, act_MK.dtype)
     if M < ways.wide_from and ways.int4 is not None:
         return _int4(act_MK, ways.int4, prepared, bias_N)
@@ -206,16 +209,34 @@ def forward(
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
 
 
-def _by_bags(act_MK: torch.Tensor, prepared: Prepared, bags: Bags) -> torch.Tensor:
-    """out_MN in fp32."""
-    M = act_MK.shape[0]
-    if M > cpu_bags.ROWS_TOGETHER:
-        parts = act_MK.split(cpu_bags.ROWS_TOGETHER)
-        return torch.cat([_by_bags(part, prepared, bags) for part in parts])
+def _by_bags(
+    act_MK: torch.Tensor, prepared: Prepared, bags: Bags, dtype: torch.dtype
+) -> torch.Tensor:
+    """out_MN in `dtype`."""
+    out_MN = act_MK.new_empty(act_MK.shape[0], prepared.n, dtype=dtype)
+    together = cpu_bags.ROWS_TOGETHER
+    if len(act_MK) <= together:
+        return out_MN.copy_(_rows(prepared, bags, len(act_MK))(act_MK))
+    for out, act in zip(out_MN.split(together), act_MK.split(together), strict=True):
+        out.copy_(_rows(prepared, bags, len(act))(act))
+    return out_MN
+
+
+def _known(
+    act_MK: torch.Tensor, prepared: Prepared, bags: Bags
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of this shape; the public call finds it in the memo."""
+    known: Callable[[torch.Tensor], torch.Tensor] | None = prepared.memo.get(act_MK.shape)
+    if known is None:
+        known = prepared.memo[act_MK.shape] = _rows(prepared, bags, act_MK.shape[0]).alone()
+    return known
+
+
+def _rows(prepared: Prepared, bags: Bags, M: int) -> cpu_bags.Rows:
     rows: cpu_bags.Rows | None = prepared.memo.get(M)
     if rows is None:
         rows = prepared.memo[M] = cpu_bags.Rows(bags, prepared.n, M)
-    return rows(act_MK, cpu_bags.thread_scratch(rows.sizes))
+    return rows
 
 
 def _int4(

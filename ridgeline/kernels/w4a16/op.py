@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ridgeline.core import arch as arches
 from ridgeline.core.dtypes import dtype_name
@@ -109,6 +110,16 @@ def w4a16_linear(
     bias).
     Raises: TypeError for dtypes, ValueError for shapes and devices, in the project's form.
     """
+    if bias_N is None and not batch_invariant and not is_dynamo_compiling():
+        known = prepared.memo.get(act.shape)
+        if (
+            known is not None
+            and act.dtype is prepared.dtype
+            and act.is_cpu
+            and type(act) is torch.Tensor
+            and not act.requires_grad
+        ):
+            return known(act)
     _check_call(act, prepared, bias_N)
     rows = act.dim() == 2
     act_MK = act if rows else act.reshape(-1, prepared.k)

@@ -47,7 +47,7 @@ class FakeEngine:
         self.info = ModelInfo(
             name=folder.name, max_model_len=max_model_len, vocab_size=self.tokenizer.vocab_size,
             eos_token_ids=() if eos is None else (eos,), weights="float32", dtype="float32",
-            device="cpu", kv_dtype="float32", page_tokens=PAGE, num_pages=4096,
+            device="cpu", kv_dtype="float32", page_tokens=PAGE, num_pages=4096, kv_bytes=0,
         )  # fmt: skip
         self._defaults = (tokens_per_s, capacity, capacity_tokens)
         self.running: dict[str, _Running] = {}

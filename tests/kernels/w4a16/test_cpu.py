@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from ridgeline.formats.base import QuantizedWeight
 from ridgeline.kernels.w4a16 import cpu, cpu_bags, op
 from ridgeline.kernels.w4a16.ref import w4a16_ref
 
@@ -20,7 +21,10 @@ BF16 = torch.bfloat16
 
 def by_bags(act_MK: torch.Tensor, bags: cpu_bags.Bags, n: int) -> torch.Tensor:
     rows = cpu_bags.Rows(bags, n, len(act_MK))
-    return rows(act_MK, torch.full(rows.sizes, float("nan")))
+    kept = cpu_bags.scratch_of({}, rows.sizes)
+    for memory in (kept.spread, kept.out_CMc):
+        memory.fill_(float("nan"))
+    return rows(act_MK, kept)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,9 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         "__call__",
         lambda self, *a: calls.append(("bags", len(a[0]))) or rows_of(self, *a),
     )
+    monkeypatch.setattr(
+        cpu_bags.Rows, "alone", lambda self: lambda act: self(act).to(act.dtype).clone()
+    )
     limit = cpu.rows_for_wide(int4=coarse)
     for rows in (1, limit - 1, limit):
         out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
@@ -96,14 +103,12 @@ def test_a_small_layer_is_not_worth_the_bags(monkeypatch) -> None:
     if not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 96 * 128)
-    calls: list[int] = []
-    by = cpu._by_bags
-    monkeypatch.setattr(cpu, "_by_bags", lambda *a: calls.append(a[1].n) or by(*a))
     for n in (80, 96):
         weight = make_weight(n, 128, 64, symmetric=False)
-        out = op.w4a16_linear(torch.eye(128)[5:6], op.prepare(weight, torch.float32))
+        prepared = op.prepare(weight, torch.float32)
+        out = op.w4a16_linear(torch.eye(128)[5:6], prepared)
         assert torch.equal(out[0], weight.dequantize()[:, 5])
-    assert calls == [96]
+        assert (torch.Size((1, 128)) in prepared.memo) == (n == 96)
 
 
 def test_bags_hold_every_width_and_uneven_groups() -> None:
@@ -194,6 +199,80 @@ def test_a_layer_keeps_what_it_worked_out() -> None:
         assert not other.memo
         assert torch.equal(op.w4a16_linear(act_MK, other), first)
         assert other.memo[2] is not kept
+
+
+def large_layer(**kind: object) -> QuantizedWeight:
+    """As large as `forward` wants for bags."""
+    weight = make_weight(704, 768, 64, **kind)
+    assert 704 * 768 >= cpu.LEAST_WEIGHTS
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"symmetric": False},
+        {"symmetric": False, "act_order": True},
+        {"symmetric": False, "bits": 8},
+    ],
+    ids=str,
+)
+def test_a_known_row_takes_the_short_way(kind, dtype) -> None:
+    """From the second call on: the same bits, in memory of its own, for strided rows too."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    weight = large_layer(**kind)
+    prepared = op.prepare(weight, dtype)
+    rows = torch.randn(3, 768).to(dtype)
+    assert not prepared.memo
+    first = [op.w4a16_linear(row[None], prepared) for row in rows]
+    assert torch.Size((1, 768)) in prepared.memo
+    for given in (rows, rows.T.contiguous().T):
+        again = [op.w4a16_linear(row[None], prepared) for row in given]
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    shown = op.w4a16_linear(torch.eye(768, dtype=dtype)[9:10], prepared)
+    assert torch.equal(shown[0], weight.dequantize(dtype)[:, 9])
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_results_are_not_the_kept_memory(m: int) -> None:
+    """A later call leaves an earlier one's result alone, in fp32 too."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    prepared = op.prepare(large_layer(symmetric=False), torch.float32)
+    act_MK = torch.randn(m, 768)
+    first = op.w4a16_linear(act_MK, prepared)
+    kept = first.clone()
+    op.w4a16_linear(torch.randn(m, 768), prepared)
+    assert torch.equal(first, kept)
+
+
+def test_the_short_way_is_for_plain_rows_only() -> None:
+    """After a row is known: checks, biases, gradients and compiled calls are as before."""
+    if not cpu_bags.has_bags():
+        pytest.skip("this PyTorch has no byte bags")
+    prepared = op.prepare(large_layer(symmetric=False), torch.float32)
+    row, bias_N = torch.randn(1, 768), torch.randn(704)
+    plain = op.w4a16_linear(row, prepared)
+    assert prepared.memo
+    torch.testing.assert_close(op.w4a16_linear(row, prepared, bias_N), plain + bias_N)
+    assert torch.equal(op.w4a16_linear(row[None], prepared), plain[None])
+    rows = torch.randn(3, 768)
+    together = [op.w4a16_linear(rows, prepared) for _ in range(2)]
+    assert torch.equal(*together) and rows.shape in prepared.memo
+    each = torch.cat([op.w4a16_linear(one, prepared) for one in rows.split(1)])
+    assert torch.equal(op.w4a16_linear(rows, prepared, batch_invariant=True), each)
+    with pytest.raises(TypeError, match="act must be torch.float32"):
+        op.w4a16_linear(row.half(), prepared)
+    with pytest.raises(ValueError, match="act must be on cpu"):
+        op.w4a16_linear(row.to("meta"), prepared)
+    with pytest.raises(NotImplementedError, match="backward"):
+        op.w4a16_linear(row.clone().requires_grad_(), prepared).sum().backward()
+    compiled = torch.compile(
+        lambda x: op.w4a16_linear(x, prepared) * 2, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(row), plain * 2)
 
 
 def test_threads_do_not_share_scratch() -> None:
