@@ -39,7 +39,7 @@ from ridgeline.kernels.attention import (
     cute_sm90_roles_config,
 )
 from ridgeline.kernels.attention.cute import cache
-from ridgeline.kernels.w4a16 import cute_cache, tiles, tiles_stream
+from ridgeline.kernels.w4a16 import cute_cache, tiles, tiles_stream, tiles_trimmed
 from tests import hopper_code
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +58,7 @@ EVERYTHING = (*GROUPS, "bench", *TESTS)
 
 _RECORDS = (
     cute_sm90_config, cute_sm90_backward_config, cute_sm90_cached_config, cute_sm90_roles_config,
-    tiles, tiles_stream,
+    tiles, tiles_stream, tiles_trimmed,
 )  # fmt: skip
 _COMPILERS = {
     "attention": "ridgeline.kernels.attention.cute.library",

@@ -27,6 +27,7 @@ from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention import cute_sm90_roles_config as roles
 from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
+from ridgeline.kernels.w4a16.tiles_trimmed import TrimmedConfig
 
 _EM_CUDA = 190
 _VECTOR_ADD = r"\bREDG?\.E\.ADD\.F32x4|\bREDG?\b.*\.128"
@@ -203,6 +204,21 @@ def _matmul(code: Code, config: MatmulConfig) -> None:
     assert code.count(r"\bUTMALDG\b")
 
 
+def _trimmed(code: Code, config: TrimmedConfig) -> None:
+    """Three warpgroups' loops: whole units, trimmed ones, three quarters' remains."""
+    (registers,) = code.registers
+    assert registers <= at_launch(384)
+    numbers = config.whole.producer_registers, config.whole.consumer_registers
+    assert code.moved == [numbers[0]] * 2 + [numbers[1]] * 2
+    loops = config.whole, config.trimmed, config.rest
+    for tile in loops:
+        assert code.count(rf"\bHGMMA\.64x{tile.block_m}x16") == 8 * tile.row_mmas
+    # a wait for each set of operands, and one at the end
+    waits = sum(2 * tile.row_mmas + 1 for tile in loops)
+    assert code.count(r"WARPGROUP\.DEPBAR") == waits
+    assert code.count(r"\bUTMALDG\b") and code.count(r"\bUTMASTG\b")
+
+
 def _by_warps(code: Code, config: DecodeConfig | StreamConfig) -> None:
     """The kernels of few rows multiply on mma.sync, and codes come by bulk copies."""
     (registers,) = code.registers
@@ -219,6 +235,7 @@ _CHECKS: dict[type, Callable[..., None]] = {
     bwd.BackwardConfig: _backward,
     roles.RolesConfig: _roles,
     MatmulConfig: _matmul,
+    TrimmedConfig: _trimmed,
     DecodeConfig: _by_warps,
     StreamConfig: _by_warps,
 }

@@ -15,22 +15,30 @@ from pathlib import Path
 from ridgeline.core import env
 from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
+from ridgeline.kernels.w4a16.tiles_trimmed import TrimmedConfig
 
 ARCHITECTURE = "sm_90a"
 RUNTIME = "libcute_dsl_runtime.so"
 _SOURCES = (
     "tiles.py",
     "tiles_stream.py",
+    "tiles_trimmed.py",
     "cute_decode.py",
     "cute_stream.py",
     "cute_matmul.py",
+    "cute_trimmed.py",
     "cute_parts.py",
     "schedule.py",
     "cute_epilogue.py",
     "cute_ptx.py",
 )
-_FAMILIES = {DecodeConfig: "decode", StreamConfig: "stream", MatmulConfig: "matmul"}
-Config = DecodeConfig | StreamConfig | MatmulConfig
+_FAMILIES = {
+    DecodeConfig: "decode",
+    StreamConfig: "stream",
+    MatmulConfig: "matmul",
+    TrimmedConfig: "trimmed",
+}
+Config = DecodeConfig | StreamConfig | MatmulConfig | TrimmedConfig
 
 
 @functools.cache

@@ -34,11 +34,13 @@ from ridgeline.kernels.w4a16.cute_cache import (
 )
 from ridgeline.kernels.w4a16.tiles import DecodeConfig, MatmulConfig
 from ridgeline.kernels.w4a16.tiles_stream import StreamConfig
+from ridgeline.kernels.w4a16.tiles_trimmed import TrimmedConfig
 
 _TRACERS = {
     DecodeConfig: "ridgeline.kernels.w4a16.cute_decode",
     StreamConfig: "ridgeline.kernels.w4a16.cute_stream",
     MatmulConfig: "ridgeline.kernels.w4a16.cute_matmul",
+    TrimmedConfig: "ridgeline.kernels.w4a16.cute_trimmed",
 }
 
 

@@ -40,14 +40,15 @@ from ridgeline.kernels.w4a16 import schedule
 from ridgeline.kernels.w4a16.cute_epilogue import load_bias
 from ridgeline.kernels.w4a16.cute_parts import (
     add_parts,
+    assist,
     finish_cluster,
     finish_parts,
+    finish_told,
     fragment,
     leave_part,
     make_parts,
+    open_parts,
     take_part,
-    tell_left,
-    wait_for_parts,
     write_fragment,
 )
 from ridgeline.kernels.w4a16.cute_ptx import DTYPE, fake_matrix
@@ -147,14 +148,15 @@ def decode_step(word, scales, offsets, cfg: cutlass.Constexpr):
 @cute.jit
 def segment(index, plan, share, at, cfg: cutlass.Constexpr):
     """The index-th piece of this block's work: (tile, first step, end step, where the share goes on
-    after it); plan = (waves, steps, blocks, me), share = (its start, end and number of pieces).
+    after it); plan = (waves, steps, blocks, me), share = (its start, end and number of pieces), or
+    (the tile, nothing, 1) where K is split.
 
     What starts inside a tile comes first, then the waves' whole tiles, then the rest of the share,
     cut where a tile ends."""
     waves, steps, blocks, me = plan
     if cutlass.const_expr(cfg.split > 1):
         rank = me % cfg.split
-        return me // cfg.split, rank * steps // cfg.split, (rank + 1) * steps // cfg.split, at
+        return share[0], rank * steps // cfg.split, (rank + 1) * steps // cfg.split, at
     whole = index - Int32(share[0] % steps != 0)
     tile = whole * blocks + me
     begin, end, after = Int32(0), steps, at
@@ -213,6 +215,13 @@ def scale_column(step, cfg: cutlass.Constexpr):
 
 
 @cute.jit
+def meeting(bars, cfg: cutlass.Constexpr):
+    """Barriers of sums that this block leaves to others, and of others' that are there."""
+    there = bars + 2 * cfg.stages * 8
+    return there + 8, there + 16
+
+
+@cute.jit
 def load_weights(copies, row, step, stage, full, lane, cfg: cutlass.Constexpr):
     """Announce a stage's bytes and start its weights' copies."""
     ptx.mbar_expect(full, cfg.act_bytes + cfg.stage_bytes, Int32(lane == 0))
@@ -247,7 +256,7 @@ def load_activations(copies, row0, step, stage, full, which, cfg: cutlass.Conste
 
 
 @cute.jit
-def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
+def produce(work, bars, copies, scratch, lane, cfg: cutlass.Constexpr):
     """The producer warp: one stage after the other of all the block's segments.
 
     The weights of the first stages are asked for before the previous kernel of the stream has
@@ -284,6 +293,11 @@ def produce(work, bars, copies, lane, cfg: cutlass.Constexpr):
             if stage == cfg.stages:
                 stage = Int32(0)
                 parity = parity ^ 1
+    if cutlass.const_expr(cfg.told):
+        of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
+        open_parts(of_tile, scratch, meeting(bars, cfg)[1], lane, cfg)
+    if cutlass.const_expr(cfg.split == 1 and not cfg.reallocates):
+        assist(work, scratch, meeting(bars, cfg), lane, cfg)
     if cutlass.const_expr(cfg.cast > 1):
         # the other block's consumers still arrive here: end after they have
         for _ in cutlass.range(cfg.stages, unroll=1):
@@ -440,57 +454,68 @@ def release(mbar, lane, done, cfg: cutlass.Constexpr):
 
 
 @cute.jit
+def multiply_stage(
+    smem, at, registers, mma_tB, place, part: cutlass.Constexpr, cfg: cutlass.Constexpr
+):
+    """A consumer warpgroup's products of a stage, the part-th of a step, when it is there; at =
+    (stage, phase, the stage before, whether sums start here)."""
+    weights_smem, bars = smem
+    stage, parity, before, fresh = at
+    acc, _, words, operands = registers
+    mma, tB = mma_tB
+    ptx.mbar_wait(bars + stage * 8, parity)
+    slot = weights_smem + stage * cfg.slot_bytes
+    codes = load_words(slot, place, cfg)
+    factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
+    uses = cfg.halves * cfg.row_mmas
+    for use in cutlass.range_constexpr(uses):
+        # two sets of operand registers in turn: one is made while the other is used; waited for as
+        # late as may be, behind the reading of this stage's codes
+        half, mi = use // cfg.row_mmas, use % cfg.row_mmas
+        turn = (part * uses + use) % 2
+        if cutlass.const_expr(uses > 1):
+            warpgroup.wait_group(1)
+        if cutlass.const_expr(use == 1):
+            # now the products of the stage before this one are done
+            release(bars + (cfg.stages + before) * 8, place[2], fresh == 0, cfg)
+        make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
+        chunk = cfg.halves * stage + half
+        starts = fresh if half == 0 else Int32(0)
+        multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
+        if cutlass.const_expr(uses == 1):
+            warpgroup.wait_group(1)
+            release(bars + (cfg.stages + before) * 8, place[2], fresh == 0, cfg)
+
+
+@cute.jit
 def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Constexpr):
     """A consumer warpgroup: products of all the block's segments, then their tiles."""
     plan, share, tiles_mn, _ = work
     steps = plan[1]
-    weights_smem, bars = smem
+    bars = smem[1]
     lane = place[2]
-    acc, flat, words, operands = make_registers(mma, cfg)
+    registers = make_registers(mma, cfg)
+    flat = registers[1]
     parts = make_parts(work, scratch, place, cfg)
     taken = cute.make_rmem_tensor((cfg.block_m // 2 if cfg.takes_early else 1,), Float32)
     stage, parity = Int32(0), Int32(0)
-    at, left_open = share[0], Int32(0)
+    at = share[0]
+    left, ready = meeting(bars, cfg)
+    of_tile = (plan[3] // cfg.parts * cfg.cast + tiles_mn[2], plan[3] % cfg.parts)
     for index in cutlass.range(share[2], unroll=1):
         tile, begin, end, at = segment(index, plan, share, at, cfg)
         finishes_shared = Int32(begin == 0) & Int32(end < steps)
         before = Int32(0)
         for step in cutlass.range(begin, end, unroll=1):
-            if cutlass.const_expr(cfg.split == 1):
-                if left_open > 0:
-                    if step > begin:
-                        # what was stored a step ago has arrived: the fence before this is short
-                        tell_left(parts)
-                        left_open = Int32(0)
             if cutlass.const_expr(cfg.takes_early):
                 if finishes_shared > 0:
                     if step == end - 1:
-                        wait_for_parts(parts)
+                        ptx.mbar_wait(ready, 0)
                         take_part(taken, parts, Int32(1), 0, cfg)
             for part in cutlass.range_constexpr(2 // cfg.halves):
-                ptx.mbar_wait(bars + stage * 8, parity)
-                slot = weights_smem + stage * cfg.slot_bytes
-                codes = load_words(slot, place, cfg)
-                factors = [load_factors(slot, place, mi, cfg) for mi in range(cfg.row_mmas)]
                 fresh = Int32(part == 0) & Int32(step == begin)
-                uses = cfg.halves * cfg.row_mmas
-                for use in cutlass.range_constexpr(uses):
-                    # two sets of operand registers in turn: one is made while the other is used;
-                    # waited for as late as may be, behind the reading of this stage's codes
-                    half, mi = use // cfg.row_mmas, use % cfg.row_mmas
-                    turn = (part * uses + use) % 2
-                    if cutlass.const_expr(uses > 1):
-                        warpgroup.wait_group(1)
-                    if cutlass.const_expr(use == 1):
-                        # now the products of the stage before this one are done
-                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
-                    make_operand(codes[mi][half], half, factors[mi], words[turn], cfg)
-                    chunk = cfg.halves * stage + half
-                    starts = fresh if half == 0 else Int32(0)
-                    multiply(mma, acc[mi], operands[turn], tB, chunk, starts, cfg)
-                    if cutlass.const_expr(uses == 1):
-                        warpgroup.wait_group(1)
-                        release(bars + (cfg.stages + before) * 8, lane, fresh == 0, cfg)
+                at_stage = (stage, parity, before, fresh)
+                multiply_stage(smem, at_stage, registers, (mma, tB), place, part, cfg)
                 before = stage
                 stage += 1
                 if stage == cfg.stages:
@@ -501,26 +526,20 @@ def consume(work, smem, mma, tB, store, dst, scratch, place, cfg: cutlass.Conste
         corner = tile_corner(tile, tiles_mn, cfg)
         if cutlass.const_expr(cfg.cluster > 1):
             finish_cluster(flat, place, plan[3] % cfg.cluster, store[3:], corner, dst, cfg)
+        elif cutlass.const_expr(cfg.told):
+            finish_told(flat, place, of_tile, (scratch[0], ready), corner, dst, cfg)
         elif cutlass.const_expr(cfg.parts > 1):
-            number = plan[3] // cfg.parts * cfg.cast + tiles_mn[2]
-            finish_parts(flat, place, (number, plan[3] % cfg.parts), scratch, corner, dst, cfg)
+            finish_parts(flat, place, of_tile, scratch, corner, dst, cfg)
         else:
-            if left_open > 0:
-                tell_left(parts)
-                left_open = Int32(0)
             if begin > 0:
-                leave_part(flat, parts, cfg)
-                left_open = Int32(1)
+                leave_part(flat, parts, left, lane, cfg)
             else:
                 if finishes_shared > 0:
-                    add_parts(flat, taken, parts, cfg)
+                    add_parts(flat, taken, parts, ready, cfg)
                 if cutlass.const_expr(cfg.silu_mul):
                     write_direct(flat, place, corner, dst, cfg)
                 else:
                     write_tile(flat, place, store, corner, dst, cfg)
-    if cutlass.const_expr(cfg.split == 1):
-        if left_open > 0:
-            tell_left(parts)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -539,7 +558,9 @@ def share_of_work(M, blocks_n, chunks, waves, head, cfg: cutlass.Constexpr):
     tiles_n = (blocks_n * 32 + width - 1) // width
     plan, tiles = (waves, steps, blocks, me), (tiles_m, tiles_n, block % cfg.cast)
     if cutlass.const_expr(cfg.split > 1):
-        return plan, (Int32(0), Int32(0), Int32(1)), tiles, (Int32(0), head)
+        # blocks beyond the tiles repeat the first ones, to the same bits (tiles_model.Plan)
+        tile = me // cfg.split % (tiles_m * tiles_n)
+        return plan, (tile, Int32(0), Int32(1)), tiles, (Int32(0), head)
     left = tiles_m * tiles_n - waves * blocks
     first, end, count = Int32(0), Int32(0), waves
     if left > 0:
@@ -587,6 +608,9 @@ def matmul_kernel(
             ptx.mbar_init(bars + i * 8, 1)
             ptx.mbar_init(bars + (cfg.stages + i) * 8, cfg.consumers * 4 * cfg.cast)
         ptx.mbar_init(there, 1)
+        left, ready = meeting(bars, cfg)
+        ptx.mbar_init(left, cfg.consumers * 4)
+        ptx.mbar_init(ready, 1)
         ptx.mbar_fence()
         if cutlass.const_expr(cfg.cluster > 1):
             own = (cfg.fragments - block % cfg.cluster + cfg.cluster - 1) // cfg.cluster
@@ -624,7 +648,11 @@ def matmul_kernel(
                 pointer = cute.recast_ptr(base + weights_at + offsets[i], dtype=types[i])
                 smem.append(cute.make_tensor(pointer, layout))
             copies = make_copies(tma[:-1], tensors[:-1], smem, cfg)
-            produce(work, bars, copies, lane, cfg)
+            produce(work, bars, copies, (workspace, counters), lane, cfg)
+        if cutlass.const_expr(cfg.split == 1 and cfg.reallocates):
+            if warp == cfg.consumers * 4 + 1:
+                ptx.wait_previous_grid()
+                assist(work, (workspace, counters), meeting(bars, cfg), lane, cfg)
         if cutlass.const_expr(cfg.cluster > 1):
             ptx.cluster_wait()
     else:

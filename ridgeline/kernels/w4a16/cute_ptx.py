@@ -340,6 +340,65 @@ def ldg128f(address, pred=1, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def stg128_empty(address, *, loc=None, ip=None):
+    """Mark four words of global memory as not yet written (`stg128f_told`)."""
+    text = "{\n .reg .b32 e;\n mov.b32 e, -1;\n st.relaxed.gpu.global.v4.b32 [$0], {e, e, e, e};\n}"
+    _asm(None, [_i64(address, loc, ip)], text, "l,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def stg128f_told(address, values, *, loc=None, ip=None):
+    """Store four floats to global memory for whoever waits for the words themselves.
+
+    All bits set, a NaN of no arithmetic, means "not there yet"; another NaN is stored for it."""
+    names = [f"w{i}" for i in range(4)]
+    text = (
+        f"{{\n .reg .b32 {', '.join(names)};\n"
+        + "".join(
+            f" mov.b32 {w}, ${i + 1};\n min.u32 {w}, {w}, 0xFFFFFFFE;\n"
+            for i, w in enumerate(names)
+        )
+        + f" st.relaxed.gpu.global.v4.b32 [$0], {{{', '.join(names)}}};\n}}"
+    )
+    operands = [_i64(address, loc, ip)] + [_f32(v, loc, ip) for v in values]
+    _asm(None, operands, text, "l,f,f,f,f,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def wait_told(first, stride, count, but, *, loc=None, ip=None):
+    """`count` quads of floats, `stride` bytes apart, when all of them are there (`stg128f_told`);
+    all are asked for at once. Zeros for number `but`."""
+    floats, where = 4 * count, [f"p{i}" for i in range(count)]
+    quads = [", ".join(f"${4 * i + e}" for e in range(4)) for i in range(count)]
+    lines = ["{", " .reg .b32 most, word;", f" .reg .pred again, {', '.join(where)};"]
+    lines += [f" setp.ne.s32 {p}, ${floats + 1}, {i};" for i, p in enumerate(where)]
+    lines += [f" mov.b32 ${i}, 0f00000000;" for i in range(floats)]
+    lines.append(" more:")
+    for i, p in enumerate(where):
+        lines.append(
+            f" @{p} ld.relaxed.gpu.global.v4.f32 {{{quads[i]}}}, [${floats} + {i * stride}];"
+        )
+    lines.append(" mov.b32 most, 0;")
+    lines += [f" mov.b32 word, ${i};\n max.u32 most, most, word;" for i in range(floats)]
+    lines += [" setp.eq.u32 again, most, 0xFFFFFFFF;", " @again bra more;", "}"]
+    operands = [_i64(first, loc, ip), _i32(but, loc, ip)]
+    constraints = ",".join(["=&f"] * floats + ["l", "r", "~{memory}"])
+    out = _asm(_struct(T.f32(), floats), operands, "\n".join(lines), constraints, loc, ip)
+    words = _floats(out, floats, loc, ip)
+    return [words[4 * i : 4 * i + 4] for i in range(count)]
+
+
+@dsl_user_op
+def tell_counter(address, limit, pred, *, loc=None, ip=None):
+    """Count at a global counter that wraps to 0 after `limit`; releases what this warp wrote."""
+    text = (
+        "{\n .reg .pred p;\n setp.ne.s32 p, $2, 0;\n @p red.inc.release.gpu.global.u32 [$0], $1;\n}"
+    )
+    operands = [_i64(address, loc, ip), _i32(limit, loc, ip), _i32(pred, loc, ip)]
+    _asm(None, operands, text, "l,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def arrive_counter(address, limit, pred, *, loc=None, ip=None):
     """Count this block at a global counter that wraps to 0 after `limit`; the old count.
 
@@ -421,6 +480,13 @@ def wait_counter(address, least, pred, *, loc=None, ip=None):
     )
     operands = [_i64(address, loc, ip), _i32(least, loc, ip), _i32(pred, loc, ip)]
     _asm(None, operands, text, "l,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def settled(value, *, loc=None, ip=None):
+    """A sum of WGMMA's behind the wait for it: what is made of it stays behind the wait."""
+    text = "mov.b32 $0, $1;"
+    return Float32(_asm(T.f32(), [_f32(value, loc, ip)], text, "=f,f", loc, ip))
 
 
 @dsl_user_op

@@ -25,6 +25,7 @@ from ridgeline.kernels.w4a16.config import (
     MatmulLaunch,
     StreamLaunch,
     Traits,
+    TrimmedLaunch,
     rows_launch,
     traits_of,
 )
@@ -106,6 +107,8 @@ def forward(
     with torch.cuda.device(act_MK.device):
         if isinstance(launch, MatmulLaunch):
             matmul(act_MK, packed, bias_N, out_MN, counters, launch)
+        elif isinstance(launch, TrimmedLaunch):
+            trimmed(act_MK, packed, bias_N, out_MN, launch)
         else:
             for first in range(0, M, DECODE_ROWS):
                 act_mK, out_mN = act_MK[first : first + DECODE_ROWS], out_MN[first:]
@@ -212,6 +215,28 @@ def matmul(
         counters.data_ptr(),
         launch.waves,
         launch.head,
+        launch.blocks,
+        _stream(),
+    )
+
+
+def trimmed(
+    act_MK: torch.Tensor,
+    packed: PackedW4,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    launch: TrimmedLaunch,
+) -> None:
+    """Write out_MN for at most as many rows as the config has."""
+    T = packed.word_TCrli.shape[0]
+    cute_library.kernel(launch.config)(
+        act_MK,
+        packed.word_TCrli.view(T, -1),
+        packed.scale_TRgj.view(T, -1),
+        out_MN,
+        _address(bias_N),
+        out_MN.data_ptr(),
+        launch.tiles,
         launch.blocks,
         _stream(),
     )

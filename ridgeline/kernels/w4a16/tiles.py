@@ -291,6 +291,11 @@ class MatmulConfig:
         return self.consumers * self.store_regions * self.block_m * 128
 
     @property
+    def told(self) -> bool:
+        """Whether sums of parts say themselves that they have come (cute_parts.py)."""
+        return self.parts > 1 and self.block_m <= 16
+
+    @property
     def takes_early(self) -> bool:
         """Whether there are registers for another block's sums beside the products."""
         one = self.split == 1 and self.row_mmas == 1

@@ -61,6 +61,8 @@ class Plan:
 
     waves: int
     blocks: int
+    """Where K is split, more than tiles want: the first tiles again, to the same bits. A
+    multiprocessor left over would take more blocks of the next layer than the others."""
     cluster: int = 1
     parts: int = 1
     """Parts of K of a tile whose blocks add in shares, without a cluster."""

@@ -19,6 +19,7 @@ from ridgeline.kernels.w4a16 import config as configs
 from ridgeline.kernels.w4a16 import cute_library
 from ridgeline.kernels.w4a16.cute_cache import kernel_name
 from ridgeline.kernels.w4a16.problem import W4A16Problem
+from ridgeline.kernels.w4a16.tiles_trimmed import TrimmedConfig
 from tests import hopper_code
 
 H200 = pretend("sm90")
@@ -30,11 +31,16 @@ def config_of(**changes: Any) -> Any:
 
 
 FEW = {
-    "decode": config_of(m=8),
-    "decode-fp16-asymmetric": config_of(m=8, dtype="float16", group_size=64, symmetric=False),
+    "decode": config_of(m=8, n=14336),
+    "decode-fp16-asymmetric": config_of(
+        m=8, n=14336, dtype="float16", group_size=64, symmetric=False
+    ),
     "stream": config_of(m=16),
     "matmul": config_of(m=512),
     "matmul-cluster": config_of(m=32, scale_dtype="bfloat16"),
+    "trimmed": TrimmedConfig(
+        kind="f16", scale="f16", packed_group=64, rows=128, stages=4, rest_stages=4
+    ),
 }
 
 
@@ -67,5 +73,10 @@ def test_machine_code(config: Any, cache: Path) -> None:
 def test_families() -> None:
     """The few are of all kinds."""
     kinds = {name.split("-")[0]: type(config).__name__ for name, config in FEW.items()}
-    assert kinds == {"decode": "DecodeConfig", "stream": "StreamConfig", "matmul": "MatmulConfig"}
+    assert kinds == {
+        "decode": "DecodeConfig",
+        "stream": "StreamConfig",
+        "matmul": "MatmulConfig",
+        "trimmed": "TrimmedConfig",
+    }
     assert FEW["matmul-cluster"].cluster > 1 and FEW["matmul"].reallocates
