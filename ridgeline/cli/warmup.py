@@ -46,7 +46,7 @@ _ROWS = (
     *range(1024, 8193, 32),
 )
 """Rows of activations at which a layer is asked for its kernel (256, 512: timed plans)."""
-_LENGTHS = (1024, 4096)
+_LENGTHS = (1024, 4096, 8192)
 """Of sequences: below and above where tiles change (cute_sm90_config.py)."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ridgeline.cli.warmup import WarmupConfig, warmup
 from ridgeline.core import env
 from ridgeline.core.arch import pretend
 from ridgeline.engine.weights import linear_shapes, weights_of
-from ridgeline.kernels.attention import cute_sm90_config
+from ridgeline.kernels.attention import cute_sm90_backward_config, cute_sm90_config
 from ridgeline.kernels.w4a16.config import launch_for
 from ridgeline.kernels.w4a16.problem import W4A16Problem
 from tests.engine.conftest import tiny_decoder, write_model
@@ -41,15 +42,13 @@ def compiled(monkeypatch):
 
     def warm(problems, arch):
         asked.extend(problems)
-        keys = [
-            (
-                cute_sm90_config.forward_traits(problem),
-                cute_sm90_config.forward_config(problem, arch),
-                problem.direction,
-            )
-            for problem in problems
-        ]
-        return [write(abs(hash(key))) for key in keys]
+        names = []
+        for problem in problems:
+            config = cute_sm90_config.forward_config(problem, arch)
+            if problem.direction == "bwd":
+                config = cute_sm90_backward_config.backward_config(problem, arch)
+            names.append(abs(hash((cute_sm90_config.forward_traits(problem), config))))
+        return [write(name) for name in names]
 
     def compile_kernel(config):
         asked.append(config)
@@ -75,7 +74,31 @@ def test_each_kernel_is_compiled_once_and_then_found(compiled, capsys):
     assert {row["op"] for row in first["kernels"]} == {"attention", "w4a16"}
     assert len({row["file"] for row in first["kernels"]}) == count
     assert cli.main(["warmup", *SMALL.split()]) == 0
-    assert f"0 compiled in 0 s, {count - 6} were there" in capsys.readouterr().out
+    assert f"0 compiled in 0 s, {count - 7} were there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_every_length_finds_its_attention_compiled(dim):
+    masks = ("full", "causal", "window")
+    config = WarmupConfig(arch="sm90", ops=("attention",), head_dims=(dim,), masks=masks)
+    found = {_kernel(job.argument) for job in module.attention_jobs(config, SM90)}
+    base = next(module.attention_jobs(config, SM90)).argument
+    lengths = (100, 512, 1000, 1024, 1025, 2048, 2049, 3000, 4096, 4097, 8192, 16384, 131072)
+    for length, mask, direction in itertools.product(lengths, masks, ("fwd", "bwd")):
+        left = 1023 if mask == "window" else None
+        problem = replace(
+            base, seqlen_q=length, seqlen_k=length, causal=mask != "full", window_left=left,
+            direction=direction,
+        )  # fmt: skip
+        assert _kernel(problem) in found, (length, mask, direction)
+
+
+def _kernel(problem):
+    if problem.direction == "bwd":
+        config = cute_sm90_backward_config.backward_config(problem, SM90)
+        return cute_sm90_backward_config.backward_traits(problem), config
+    traits = cute_sm90_config.forward_traits(problem)
+    return traits, cute_sm90_config.forward_config(problem, SM90)
 
 
 def test_flags_are_the_problems(compiled):

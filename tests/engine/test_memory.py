@@ -66,8 +66,8 @@ def test_an_8b_model_on_a_small_budget():
 @pytest.mark.parametrize(
     ("packed", "gib", "advice"),
     [
-        (False, 3.0, "; quantize it to 4 bits, raise memory_gib or use a GPU"),
-        (True, 3.0, "; take a smaller model, raise memory_gib or use a GPU"),
+        (False, 3.0, "; quantize it to 4 bits, raise memory_gib (--memory-gib) or use a GPU"),
+        (True, 3.0, "; take a smaller model, raise memory_gib (--memory-gib) or use a GPU"),
         (True, 5.05, "; lower max_step_tokens or max_num_seqs, take a smaller model, raise"),
         (True, 5.7, "; lower max_step_tokens or max_num_seqs, lower max_model_len, raise"),
     ],

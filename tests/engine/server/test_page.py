@@ -28,6 +28,7 @@ def browser():
 def page(browser, server):
     """The page, its model read; any error of its script fails the test."""
     opened = browser.new_page(viewport={"width": 1100, "height": 760})
+    opened.set_default_timeout(120_000)  # two busy cores
     errors: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
@@ -122,6 +123,7 @@ def test_a_narrow_screen_shows_everything(browser, server, engine, scheme):
     """Nothing is wider than a phone, and text stands out from its ground."""
     engine.script = engine.tokenizer.encode("```\n" + "word " * 60 + "\n```\n" + "x" * 300)
     page = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme=scheme)
+    page.set_default_timeout(120_000)
     page.goto(server.address)
     page.wait_for_selector(".dot.ok")
     page.fill("#ask", "y" * 200)
