@@ -266,6 +266,17 @@ def check(out, act, weight, bias, dtype):
     assert (out.double() - exact).abs().max() <= limit
 
 
+def check_one_hot(weight, prepared, forward, m, k):
+    """Rows of one 1 each give the weight's columns bit for bit, the last one among them."""
+    picked = torch.randint(0, k, (m,))
+    picked[-1] = k - 1
+    hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
+    hot[torch.arange(m), picked] = 1
+    want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
+    found = forward(hot, prepared, None)  # not in the assertion: see pretended_hopper.py
+    assert torch.equal(found, want)
+
+
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -310,13 +321,7 @@ class TestOnHopper:
     def test_one_hot_returns_the_weight(self, kind, m):
         n, k = 520, 1096
         weight, prepared, forward = on_gpu(*kind, n, k)
-        picked = torch.randint(0, k, (m,))
-        picked[-1] = k - 1
-        hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
-        hot[torch.arange(m), picked] = 1
-        want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
-        found = forward(hot, prepared, None)  # not in the assertion: see pretended_hopper.py
-        assert torch.equal(found, want)
+        check_one_hot(weight, prepared, forward, m, k)
 
     def test_batch_invariant(self, kind):
         _, prepared, forward = on_gpu(*kind, 512, 2048)
@@ -353,12 +358,7 @@ class TestOnHopper:
             out = forward(act, prepared, bias)
             check(out, act, weight, bias, prepared.dtype)
             assert torch.equal(out, forward(act, prepared, bias))
-            picked = torch.randint(0, k, (m,))
-            hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
-            hot[torch.arange(m), picked] = 1
-            want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
-            found = forward(hot, prepared, None)  # not in the assertion: see pretended_hopper.py
-        assert torch.equal(found, want)
+            check_one_hot(weight, prepared, forward, m, k)
         whole = forward(act, prepared, None, batch_invariant=True)
         assert torch.equal(whole[3:4], forward(act[3:4], prepared, None, batch_invariant=True))
         configs.stream_launch.cache_clear()
@@ -402,12 +402,7 @@ class TestOnHopper:
             check(out, act, weight, bias, prepared.dtype)
             for _ in range(3):
                 assert torch.equal(out, forward(act, prepared, bias))
-            picked = torch.randint(0, k, (m,))
-            hot = torch.zeros(m, k, device="cuda", dtype=prepared.dtype)
-            hot[torch.arange(m), picked] = 1
-            want = weight.dequantize(prepared.dtype)[:, picked.cuda()].T
-            found = forward(hot, prepared, None)  # not in the assertion: see pretended_hopper.py
-        assert torch.equal(found, want)
+            check_one_hot(weight, prepared, forward, m, k)
         configs.trimmed_launch.cache_clear()
 
     def test_strided_rows_and_graph(self, kind):
