@@ -242,12 +242,14 @@ def _locked(folder: Path) -> int:
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (BlockingIOError, PermissionError) as error:  # what POSIX says of a lock that is held
         os.close(handle)
         raise UserError(
             f"quantize: {folder} must belong to one run, got another process at work in it; wait "
             "for it, or choose another --out"
         ) from error
+    except OSError:
+        pass  # a file system without locks: as it was before there was one
     return handle
 
 
