@@ -36,6 +36,8 @@ ORDERED_HEADS = 4
 463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
 HELPER_REGISTERS = 24
 """A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
+ROUNDING_REGISTERS = 32
+"""The same where some of its warps round dQ."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -103,12 +105,21 @@ class BackwardConfig:
     """Blocks of threads, one a multiprocessor, each of which takes one block of keys after the
     other and loads the next one's K, V, Q and dO while it stores dK and dV; 0: as many as blocks of
     keys."""
-    short_last: bool = False
-    """Persistent, of a causal window: each head's last blocks of keys, whose walks are short, come
-    after those of all heads (`blocks.KeyOrder`)."""
+    ordered: bool = False
+    """Persistent: blocks of keys are numbered by `blocks.KeyOrder`; of a causal window each head's
+    last ones, whose walks are short, come after those of all heads."""
     zeros_ahead: bool = False
-    """With short_last and as many queries as keys: an idle warp zeroes the rows of fp32 dQ that
-    later blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
+    """With ordered and as many queries as keys: idle warps zero the rows of fp32 dQ that later
+    blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
+    statistics_ahead: bool = False
+    """With zeros_ahead: they work out those rows' statistics too, as the kernel before does."""
+    results_behind: bool = False
+    """With zeros_ahead: idle warps round the rows of fp32 dQ that nobody adds to any more, as the
+    kernel after does."""
+    quick_end: bool = False
+    """dK and dV leave from registers, 16 bytes a lane, and not by TMA through the place of K and V:
+    so the end of a walk waits neither for the last dQ, which reads K, nor for copies. Persistent,
+    whoever draws a number tells the others its place too, which takes them five divisions."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -131,14 +142,40 @@ def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
     return isinstance(config, BackwardConfig) and config.overlapped
 
 
-def is_short_last(config: BackwardConfig | RolesConfig) -> bool:
+def is_ordered(config: BackwardConfig | RolesConfig) -> bool:
     """Whether blocks of keys are numbered by `blocks.KeyOrder`."""
-    return isinstance(config, BackwardConfig) and config.short_last
+    return isinstance(config, BackwardConfig) and config.ordered
 
 
 def is_zeroing(config: BackwardConfig | RolesConfig) -> bool:
     """Whether the main kernel zeroes most of fp32 dQ."""
     return isinstance(config, BackwardConfig) and config.zeros_ahead
+
+
+def is_measuring(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel works out most rows' statistics."""
+    return isinstance(config, BackwardConfig) and config.statistics_ahead
+
+
+def is_finishing(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel rounds most of dQ."""
+    return isinstance(config, BackwardConfig) and config.results_behind
+
+
+def helper_registers(config: BackwardConfig) -> int:
+    """Registers a thread of the helpers' warpgroup."""
+    if not config.helpers:
+        return 0
+    return ROUNDING_REGISTERS if config.results_behind or config.statistics_ahead else HELPER_REGISTERS
+
+
+def ahead_warps(config: BackwardConfig) -> tuple[int, int]:
+    """Warps that prepare rows for later blocks of keys, and that finish those of earlier ones: with
+    the one that loads at most four. Statistics take longest: they come from memory, not L2."""
+    if not config.zeros_ahead:
+        return 0, 0
+    preparing = 2 if config.statistics_ahead else 1
+    return preparing, 3 - preparing if config.results_behind else 0
 
 
 def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -167,7 +204,7 @@ def registers(config: BackwardConfig) -> tuple[int, int]:
     warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
+    left = at_launch * warpgroups - other - helper_registers(config)
     return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
@@ -210,11 +247,15 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
 
 def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     """Why a block of threads cannot take several blocks of keys, or None."""
-    window = traits.has_left and traits.has_right and not traits.deterministic
-    if config.short_last and not (config.persistent and window):
-        return "short_last needs persistent and a window bounded on both sides, without turns"
-    if config.zeros_ahead and not config.short_last:
-        return "zeros_ahead needs short_last"
+    if config.ordered:
+        if not config.persistent or traits.deterministic:
+            return "ordered needs persistent, and no turns"
+        if traits.has_left and not traits.has_right:
+            return "ordered needs a window bounded on both sides, or none"
+    if config.zeros_ahead and not config.ordered:
+        return "zeros_ahead needs ordered"
+    if (config.statistics_ahead or config.results_behind) and not config.zeros_ahead:
+        return "statistics_ahead and results_behind need zeros_ahead"
     if not config.persistent:
         return None
     if not config.helpers or traits.has_tails:
@@ -287,7 +328,7 @@ def _persistent(config: BackwardConfig, problem: AttentionProblem, arch: Arch) -
         other_registers=72,
         persistent=arch.num_units,
         overlapped=True,
-        short_last=window,
+        ordered=window,
         zeros_ahead=window and problem.seqlen_q == problem.seqlen_k,
     )
 

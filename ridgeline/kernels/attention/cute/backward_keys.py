@@ -43,7 +43,7 @@ from ridgeline.kernels.attention.cute.mainloop import (
 from ridgeline.kernels.attention.cute.mask import TransposedMask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
-from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_quads, store_rows
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
@@ -311,11 +311,17 @@ class Keys:
         self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, c: KeyOwner,
         num_steps: Int32,
     ):  # fmt: skip
-        """dV through the warpgroup's own V, dK through its K once dQ no longer needs that."""
+        """dV through the warpgroup's own V, dK through its K once dQ no longer needs that; or both
+        from registers."""
+        if cutlass.const_expr(self.config.quick_end and self.config.persistent > 0):
+            release(shared.kv_ring, work.before)
         dK = flat(c.dK)
         for e in cutlass.range_constexpr(cute.size(dK)):
             dK[e] = dK[e] * scalars.softmax_scale
-        if cutlass.const_expr(self.traits.varlen):
+        if cutlass.const_expr(self.config.quick_end):
+            self._store_quads(c.dV, tensors.mdV_plain, work, c.wg)
+            self._store_quads(c.dK, tensors.mdK_plain, work, c.wg)
+        elif cutlass.const_expr(self.traits.varlen):
             if (work.block * self.wgs + c.wg + 1) * KEYS <= work.extent.seqlen_k:
                 self._store_whole(tensors, shared, work, c, num_steps)
             else:
@@ -362,6 +368,13 @@ class Keys:
             in_shared, in_global = tma_pair(atom, target, g)
             cute.copy(atom, in_shared, in_global)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_quads(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
+        """From registers, wherever the sequence ends."""
+        extent = work.extent
+        rows = tokens_of(m, work.kv_head, work.batch, extent.offset_k, self.traits.varlen)
+        store_quads(flat(values), rows, (work.block * self.wgs + wg) * KEYS, extent.seqlen_k)
 
     @cute.jit
     def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
