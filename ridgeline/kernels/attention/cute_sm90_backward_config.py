@@ -36,8 +36,8 @@ ORDERED_HEADS = 4
 463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
 HELPER_REGISTERS = 24
 """A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
-ROUNDING_REGISTERS = 32
-"""The same where some of its warps round dQ."""
+COMPUTING_REGISTERS = 32
+"""The same where some of its warps work out statistics or round dQ."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -166,7 +166,11 @@ def helper_registers(config: BackwardConfig) -> int:
     """Registers a thread of the helpers' warpgroup."""
     if not config.helpers:
         return 0
-    return ROUNDING_REGISTERS if config.results_behind or config.statistics_ahead else HELPER_REGISTERS
+    return (
+        COMPUTING_REGISTERS
+        if config.results_behind or config.statistics_ahead
+        else HELPER_REGISTERS
+    )
 
 
 def ahead_warps(config: BackwardConfig) -> tuple[int, int]:
@@ -174,8 +178,9 @@ def ahead_warps(config: BackwardConfig) -> tuple[int, int]:
     the one that loads at most four. Statistics take longest: they come from memory, not L2."""
     if not config.zeros_ahead:
         return 0, 0
-    preparing = 2 if config.statistics_ahead else 1
-    return preparing, 3 - preparing if config.results_behind else 0
+    if not config.statistics_ahead:
+        return 1, 2 if config.results_behind else 0
+    return (2, 1) if config.results_behind else (3, 0)
 
 
 def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -329,8 +334,39 @@ def _persistent(config: BackwardConfig, problem: AttentionProblem, arch: Arch) -
         persistent=arch.num_units,
         overlapped=True,
         ordered=window,
-        zeros_ahead=window and problem.seqlen_q == problem.seqlen_k,
+        zeros_ahead=window and rows_meet_as_ordered(problem),
     )
+
+
+def rows_meet_as_ordered(problem: AttentionProblem) -> bool:
+    """Whether `blocks.KeyOrder` says which blocks of keys meet the queries at a block's keys: as
+    many queries as keys, all seen, or a causal mask with or without a window."""
+    unbounded = problem.window_left is None and problem.window_right is None
+    dense = not (problem.varlen or problem.seqused)
+    return dense and problem.seqlen_q == problem.seqlen_k and (problem.causal or unbounded)
+
+
+def prepared_ahead(
+    config: BackwardConfig, problem: AttentionProblem, arch: Arch
+) -> BackwardConfig | None:
+    """A tile's variant in which idle warps do most of what the kernels before and after do, for
+    measurements; None where it cannot run."""
+    traits = backward_traits(problem)
+    if not rows_meet_as_ordered(problem) or traits.deterministic:
+        return None
+    changed = replace(
+        config,
+        helpers=True,
+        other_registers=64,
+        persistent=arch.num_units,
+        overlapped=True,
+        ordered=True,
+        zeros_ahead=True,
+        statistics_ahead=True,
+        results_behind=True,
+        quick_end=True,
+    )
+    return changed if why_invalid(changed, traits) is None else None
 
 
 def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:

@@ -23,7 +23,6 @@ from ridgeline.kernels.attention.cute.backward_rows import (
     VECTOR,
     WORDS,
     clear,
-    rounded,
     row_lanes,
     row_statistics,
     run,
@@ -171,16 +170,20 @@ class Ahead:
             for half in cutlass.range_constexpr(2):
                 row = query + 8 * half
                 if row < length:
-                    target = gdQ[row, None]
                     for column in cutlass.range(worker, columns, self.finishing, unroll=1):
                         if column * VECTOR < gdQ.shape[1]:
-                            words = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-                            for pair in cutlass.range_constexpr(VECTOR // 2):
-                                place = (atom * columns + column) * 512 + lane * WORDS
-                                place += 4 * pair + 2 * half
-                                two = cute.make_tensor(words.iterator + 2 * pair, cute.make_layout(2))
-                                cute.autovec_copy(run(sums, place, 2), two)
-                            narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), gdQ.element_type)
-                            for e in cutlass.range_constexpr(VECTOR):
-                                narrow[e] = (words[e] * scale).to(gdQ.element_type)
-                            cute.autovec_copy(narrow, run(target, column * VECTOR, VECTOR))
+                            start = (atom * columns + column) * 512 + lane * WORDS + 2 * half
+                            round_row(sums, start, gdQ[row, None], column, scale)
+
+
+@cute.jit
+def round_row(sums: cute.Tensor, start: Int32, row: cute.Tensor, column: Int32, scale: Float32):
+    """Eight columns of a row of dQ from where a lane's words of them start: every second pair."""
+    words = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+    for pair in cutlass.range_constexpr(VECTOR // 2):
+        two = cute.make_tensor(words.iterator + 2 * pair, cute.make_layout(2))
+        cute.autovec_copy(run(sums, start + 4 * pair, 2), two)
+    narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), row.element_type)
+    for e in cutlass.range_constexpr(VECTOR):
+        narrow[e] = (words[e] * scale).to(row.element_type)
+    cute.autovec_copy(narrow, run(row, column * VECTOR, VECTOR))

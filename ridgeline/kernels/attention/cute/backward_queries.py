@@ -79,9 +79,6 @@ class Queries:
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i == self.config.dq_parts - 1):
                     release(shared.ds_ring, position)
-                    if cutlass.const_expr(self.config.persistent > 0 and self.config.quick_end):
-                        if step + 1 == num_steps:  # K is not needed any more
-                            release(shared.kv_ring, work.before)
                 if cutlass.const_expr(helpers and ordered and i == 0):
                     shared.turn_ring.wait_full(position)
                 self._add_dq(tensors, shared, work, dQ, step, i)
@@ -94,6 +91,8 @@ class Queries:
                 if warp_index == 0:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
+        if cutlass.const_expr(self.config.quick_end and self.config.persistent > 0):
+            release(shared.kv_ring, work.before)  # dQ was the last to read K
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)

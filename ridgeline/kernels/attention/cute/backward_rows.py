@@ -127,7 +127,9 @@ class Rows:
                 mine = tiles.order.prepared_before(*place, DeviceInteger)
             if cutlass.const_expr(self.measuring):
                 if mine:
-                    self._statistics(rows, (head, batch, extent), block, statistics[tile, head, None])
+                    self._statistics(
+                        rows, (head, batch, extent), block, statistics[tile, head, None]
+                    )
             else:
                 self._statistics(rows, (head, batch, extent), block, statistics[tile, head, None])
             if cutlass.const_expr(turns is not None):
