@@ -7,12 +7,12 @@ first: narrow (what runs by default), helpers (with and without the fourth warpg
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
 deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
 themselves) and window_repeats, quick_end (gradients of keys out of registers), ahead (rows prepared
-and finished by idle warps) and ahead_repeats, packed_wide and used_backward (sequences that end
-early), far (scores far below zero), repeats, tune (times variants; prints, writes nothing); those
-of the forward over caches are in verify_hopper_cached.py. Every gradient is compared with the fp64
-reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
-missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
-call costs the host: bench_host.py.
+and finished by idle warps) and ahead_repeats, polynomials (of exponentials), packed_wide and
+used_backward (sequences that end early), far (scores far below zero), repeats, tune (times
+variants; prints, writes nothing); those of the forward over caches are in verify_hopper_cached.py.
+Every gradient is compared with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one
+rounding. Lines begin with ok, BAD or missing (a kernel that is not in the cache of a machine
+without the DSL); the last is JSON. What a call costs the host: bench_host.py.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ ZEROED_BEFORE = Variant((("zeros_ahead", False),))
 BARE = Variant((("zeros_ahead", False), ("ordered", False), ("overlapped", False)))
 """Persistent blocks and nothing more."""
 QUICK = Variant((("quick_end", True),))
+POLYNOMIALS = [Variant((("polynomial_every", n),)) for n in (2, 3, 4)]
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,12 @@ def group_quick_end() -> None:
             check(f"{dim} {kind} {mask}", QUICK, qkv, options, tails)
 
 
+def group_polynomials() -> None:
+    """Some exponentials by polynomials, in both dtypes' degrees."""
+    for variant in POLYNOMIALS:
+        grid([(64, 64), (128, 128)], [variant], False)
+
+
 def group_ahead_repeats() -> None:
     """At the sizes of the benchmark: dK and dV bitwise, dQ as without."""
     for dim, length in itertools.product((128, 64), (16384, 4096, 1024)):
@@ -470,7 +477,7 @@ def group_tune() -> None:
     for cell in [c for c in bench.cells() if c.direction == "bwd"]:
         variants = [Variant()]
         if max(cell.head_dim, cell.head_dim_v) <= 128:
-            variants.append(QUICK)
+            variants += [QUICK, *POLYNOMIALS]
             if not cell.deterministic and not cell.lengths:
                 variants += SHARES
         if len(variants) == 1:

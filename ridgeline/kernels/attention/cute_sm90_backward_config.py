@@ -95,6 +95,10 @@ class BackwardConfig:
     pass_unseen: bool = False
     """A key warpgroup lets the first and last blocks of queries go by that see only the other's
     keys."""
+    polynomial_every: int = 0
+    """Of each so many pairs of probabilities, one is computed by a polynomial and not on the special
+    function unit (relative error 1.0e-4 in bfloat16, 2.9e-6 in float16, before they are rounded);
+    0: none."""
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
@@ -238,6 +242,8 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
+    if config.polynomial_every < 0:
+        return f"polynomial_every must not be negative, got {config.polynomial_every}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
     if (why := _why_not_persistent(config, traits)) is not None:

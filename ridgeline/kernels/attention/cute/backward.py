@@ -52,12 +52,12 @@ from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
 from ridgeline.kernels.attention.cute.scheduler import TileOrder
 from ridgeline.kernels.attention.cute.seqlens import Lengths
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
+    HELPER_REGISTERS,
     KEYS,
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
     ahead_warps,
-    helper_registers,
     is_ordered,
     is_overlapped,
     is_persistent,
@@ -299,7 +299,7 @@ class Backward:
                 # Also where there is nothing to do: what comes after needs what was before.
                 cute.arch.griddepcontrol_wait()
         elif warp_index < 4 * self.others:
-            cute.arch.setmaxregister_decrease(helper_registers(self.config))
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             work = self._work(tensors, scalars)
             if self._exists(work):
                 self.queries.help(tensors, scalars, shared, work)

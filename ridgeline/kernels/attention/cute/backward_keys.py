@@ -247,9 +247,17 @@ class Keys:
             pair = statistics_pair(statistics, first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
-                low = ptx.exp2(ptx.fma(scores[e], c.scale_log2, pair[0]))
-                high = ptx.exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]))
+                low = self._exp2(ptx.fma(scores[e], c.scale_log2, pair[0]), e // 2)
+                high = self._exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]), e // 2)
                 packed[e // 2] = ptx.pack(low, high, self.dtype)
+
+    def _exp2(self, x: Float32, pair: int) -> Float32:
+        """Of a pair of probabilities: some on the units that multiply, as the special function unit
+        takes eight clocks a warp for each."""
+        every = self.config.polynomial_every
+        if every and pair % every == 0:
+            return ptx.exp2_by_polynomial(x, 3 if self.traits.dtype == "bfloat16" else 4)
+        return ptx.exp2(x)
 
     def _needs_mask(self, work: Work, block: Int32, wg: Int32):
         behind = (work.block * self.wgs + wg + 1) * KEYS > work.extent.seqlen_k
