@@ -96,7 +96,7 @@ class BackwardConfig:
     """A key warpgroup lets the first and last blocks of queries go by that see only the other's
     keys."""
     polynomial_every: int = 0
-    """Of each so many pairs of probabilities, one is computed by a polynomial and not on the special
+    """Of each so many pairs of probabilities, one is computed by a polynomial, not on the special
     function unit (relative error 1.0e-4 in bfloat16, 2.9e-6 in float16, before they are rounded);
     0: none."""
     helpers: bool = False
