@@ -23,6 +23,8 @@ B.1; the operand swap and the reduced dQ are described in the FlashAttention-3 r
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -276,14 +278,7 @@ class Backward:
     def kernel(self, tensors: Globals, scalars: Scalars, layouts: Layouts):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._shared(layouts)
-        if warp_index == 0:
-            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
-                cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(tensors.tma_dk)
-            cpasync.prefetch_descriptor(tensors.tma_dv)
-            if cute.arch.lane_idx() == 0:
-                self._init_barriers(shared)
-            cute.arch.mbarrier_init_fence()
+        self._begin(tensors, shared)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
@@ -309,6 +304,18 @@ class Backward:
             if self._exists(work):
                 wg = warp_index // 4 - self.others
                 self.keys.own_keys(tensors, scalars, shared, work, wg)
+
+    @cute.jit
+    def _begin(self, tensors: Globals, shared: Any):
+        """The first warp: descriptors and barriers; all meet afterwards."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
+                cpasync.prefetch_descriptor(atom)
+            cpasync.prefetch_descriptor(tensors.tma_dk)
+            cpasync.prefetch_descriptor(tensors.tma_dv)
+            if cute.arch.lane_idx() == 0:
+                self._init_barriers(shared)
+            cute.arch.mbarrier_init_fence()
 
     def _exists(self, work: Work):
         """False for blocks behind the end of a sequence shorter than the longest."""

@@ -40,7 +40,7 @@ from ridgeline.kernels.attention.cute.mainloop import (
     group_barrier,
     release,
 )
-from ridgeline.kernels.attention.cute.mask import TransposedMask
+from ridgeline.kernels.attention.cute.mask import TransposedMask, transposed_mask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
 from ridgeline.kernels.attention.cute.tails import clear_rows, store_quads, store_rows
@@ -87,12 +87,12 @@ class Keys:
     def own_keys(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, wg: Int32):
         """A warpgroup's 64 keys: the walk over all queries, then dK and dV out."""
         c = self._key_owner(scalars, shared, work, wg)
-        mask = self._mask(scalars, work, wg)
+        first_key = (work.block * self.wgs + wg) * KEYS
+        mask = transposed_mask(self.traits, scalars, first_key, work.extent)
         num_steps = work.num_steps()
         c.dK.fill(0.0)
         c.dV.fill(0.0)
         shared.kv_ring.wait_full(work.before)
-        first_key = (work.block * self.wgs + wg) * KEYS
         piece = kv_piece(shared, work, wg, self.wgs)
         self._clear_rows(shared.sK[None, None, piece], first_key, work.extent.seqlen_k, wg)
         self._clear_rows(shared.sV[None, None, piece], first_key, work.extent.seqlen_k, wg)
@@ -177,19 +177,6 @@ class Keys:
             wg=wg,
             scale_log2=scale_log2,
             capped_scale=capped_scale,
-        )
-
-    @cute.jit
-    def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> TransposedMask:
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        first = (work.block * self.wgs + wg) * KEYS
-        return TransposedMask(
-            key=first + thread // 32 * 16 + thread % 32 // 4,
-            lane_column=2 * (thread % 4),
-            seqlen_k=work.extent.seqlen_k,
-            shift=work.extent.seqlen_k - work.extent.seqlen_q,
-            left=scalars.window_left if self.traits.has_left else None,
-            right=scalars.window_right if self.traits.has_right else None,
         )
 
     @cute.jit

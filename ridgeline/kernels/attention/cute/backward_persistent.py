@@ -18,7 +18,6 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ridgeline.kernels.attention.cute.backward import RECORD_WORDS, Backward
 from ridgeline.kernels.attention.cute.backward_ahead import Ahead
@@ -62,14 +61,7 @@ class PersistentBackward(Backward):
     def persistent_kernel(self, tensors: Globals, scalars: Scalars, layouts: Layouts):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._shared(layouts)
-        if warp_index == 0:
-            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
-                cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(tensors.tma_dk)
-            cpasync.prefetch_descriptor(tensors.tma_dv)
-            if cute.arch.lane_idx() == 0:
-                self._init_barriers(shared)
-            cute.arch.mbarrier_init_fence()
+        self._begin(tensors, shared)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()

@@ -27,17 +27,7 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
     """2 ** a on the special function unit, 2 ulp, denormal results flushed to zero."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "ex2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return _unary(a, "ex2.approx.ftz.f32 $0, $1;", loc, ip)
 
 
 EXP2_POLYNOMIALS = {
@@ -54,61 +44,29 @@ def exp2_by_polynomial(a: Float32, degree: int, *, loc=None, ip=None) -> Float32
     2 ** f by a polynomial, n added to its exponent. Of -127, and what is below, exactly 0."""
     coefficients = EXP2_POLYNOMIALS[degree]
     horner = "".join(f"fma.rn.f32 p, p, f, {_float_literal(c)}; " for c in coefficients[-2::-1])
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "{ .reg .f32 x, shifted, n, f, p; .reg .b32 bits, power; "
-            f"max.f32 x, $1, {_float_literal(-127.0)}; "
-            f"add.rn.f32 shifted, x, {_float_literal(1.5 * 2**23)}; "
-            f"sub.rn.f32 n, shifted, {_float_literal(1.5 * 2**23)}; "
-            "sub.rn.f32 f, x, n; "
-            f"mov.f32 p, {_float_literal(coefficients[-1])}; {horner}"
-            "mov.b32 bits, shifted; shl.b32 bits, bits, 23; mov.b32 power, p; "
-            "add.s32 power, power, bits; mov.b32 $0, power; }",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
+    text = (
+        "{ .reg .f32 x, shifted, n, f, p; .reg .b32 bits, power; "
+        f"max.f32 x, $1, {_float_literal(-127.0)}; "
+        f"add.rn.f32 shifted, x, {_float_literal(1.5 * 2**23)}; "
+        f"sub.rn.f32 n, shifted, {_float_literal(1.5 * 2**23)}; "
+        "sub.rn.f32 f, x, n; "
+        f"mov.f32 p, {_float_literal(coefficients[-1])}; {horner}"
+        "mov.b32 bits, shifted; shl.b32 bits, bits, 23; mov.b32 power, p; "
+        "add.s32 power, power, bits; mov.b32 $0, power; }"
     )
-
-
-def _float_literal(value: float) -> str:
-    """PTX's spelling of an fp32 constant."""
-    return f"0f{struct.pack('>f', value).hex().upper()}"
+    return _unary(a, text, loc, ip)
 
 
 @dsl_user_op
 def log2(a: Float32, *, loc=None, ip=None) -> Float32:
     """log2(a) on the special function unit; log2(0) is -inf."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "lg2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return _unary(a, "lg2.approx.ftz.f32 $0, $1;", loc, ip)
 
 
 @dsl_user_op
 def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
     """1 / a on the special function unit, 1 ulp."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "rcp.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return _unary(a, "rcp.approx.ftz.f32 $0, $1;", loc, ip)
 
 
 @dsl_user_op
@@ -248,3 +206,23 @@ def bulk_send(target, source, num_bytes, barrier, rank, *, loc=None, ip=None) ->
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def _unary(a: Float32, text: str, loc, ip) -> Float32:
+    """One fp32 out of another, without side effects."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(a).ir_value(loc=loc, ip=ip)],
+            text,
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def _float_literal(value: float) -> str:
+    """PTX's spelling of an fp32 constant."""
+    return f"0f{struct.pack('>f', value).hex().upper()}"
