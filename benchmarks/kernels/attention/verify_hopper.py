@@ -6,7 +6,7 @@ One group a process, so that one that hangs costs its own time limit only. Group
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
 deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
-themselves) and window_repeats, quick_end (gradients of keys out of registers), ahead (rows prepared
+themselves) and window_repeats, quick_end (gradients of keys row by row), ahead (rows prepared
 and finished by idle warps) and ahead_repeats, polynomials (of exponentials), packed_wide and
 used_backward (sequences that end early), far (scores far below zero), repeats, tune (times
 variants; prints, writes nothing); those of the forward over caches are in verify_hopper_cached.py.
@@ -339,8 +339,8 @@ def group_ahead() -> None:
 
 
 def group_quick_end() -> None:
-    """dK and dV out of registers: every mask and length, packed, used, in turns."""
-    grid([(64, 64), (128, 128), (96, 96)], [QUICK], False)
+    """dK and dV row by row: every mask and length, packed, used, in turns."""
+    grid([(64, 64), (128, 128), (96, 96), (32, 32)], [QUICK], False)
     grid([(64, 64), (128, 128)], [QUICK], True)
     for dim, kind in itertools.product([(64, 64), (128, 128)], ("packed", "used", "packed used")):
         for options in masks(dim):

@@ -121,9 +121,10 @@ class BackwardConfig:
     """With zeros_ahead: idle warps round the rows of fp32 dQ that nobody adds to any more, as the
     kernel after does."""
     quick_end: bool = False
-    """dK and dV leave from registers, 16 bytes a lane, and not by TMA through the place of K and V:
-    so the end of a walk waits neither for the last dQ, which reads K, nor for copies. Persistent,
-    whoever draws a number tells the others its place too, which takes them five divisions."""
+    """dK and dV leave row by row, each warp's 16 through its own rows of V in shared memory, and not
+    by TMA through V and K: so the end of a walk waits neither for the last dQ, which reads K, nor
+    for copies. Persistent, whoever draws a number tells the others its place too, which takes them
+    five divisions."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -246,6 +247,8 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return f"polynomial_every must not be negative, got {config.polynomial_every}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
+    if config.quick_end and traits.head_dim != traits.head_dim_v:
+        return "quick_end needs one head dim: dK leaves through V"
     if (why := _why_not_persistent(config, traits)) is not None:
         return why
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:

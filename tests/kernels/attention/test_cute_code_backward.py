@@ -71,9 +71,7 @@ def test_backward_that_prepares_and_finishes_rows(asked: AttentionProblem, cache
 
 
 @pytest.mark.parametrize("asked", QUICK.values(), ids=QUICK)
-def test_backward_whose_gradients_leave_from_registers(
-    asked: AttentionProblem, cache: Path
-) -> None:
+def test_backward_whose_gradients_leave_row_by_row(asked: AttentionProblem, cache: Path) -> None:
     config = bwd.backward_config(asked, H200)
     assert isinstance(config, bwd.BackwardConfig)
     check_key(bwd.backward_traits(asked), replace(config, quick_end=True))

@@ -29,7 +29,7 @@ PREPARING = 2
 class Launch:
     """What all blocks of threads share: the counter, how long each walk is, and what the main
     kernel does for rows of other blocks: prepares them with an order, finishes them if `finishes`.
-    quick: dK and dV leave from registers. unsafe: nobody waits for rows."""
+    quick: dK and dV leave row by row. unsafe: nobody waits for rows."""
 
     def __init__(
         self,

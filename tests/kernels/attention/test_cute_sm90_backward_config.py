@@ -252,6 +252,8 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
         ({"statistics_ahead": True, "ordered": True}, {}, "need zeros_ahead"),
         ({"results_behind": True, "ordered": True}, {}, "need zeros_ahead"),
         ({"quick_end": True}, {"deterministic": True}, None),
+        ({"quick_end": True}, {"head_dim_v": 64}, "quick_end needs one head dim"),
+        ({"polynomial_every": -1}, {}, "polynomial_every must"),
     ],
 )
 def test_persistent_blocks_only_where_they_are_right(

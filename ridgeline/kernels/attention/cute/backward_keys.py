@@ -43,7 +43,7 @@ from ridgeline.kernels.attention.cute.mainloop import (
 from ridgeline.kernels.attention.cute.mask import TransposedMask, transposed_mask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
-from ridgeline.kernels.attention.cute.tails import clear_rows, store_quads, store_rows
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows, store_stripe
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
@@ -307,15 +307,12 @@ class Keys:
         num_steps: Int32,
     ):  # fmt: skip
         """dV through the warpgroup's own V, dK through its K once dQ no longer needs that; or both
-        from registers."""
-        if cutlass.const_expr(self.config.quick_end and self.config.persistent > 0):
-            release(shared.kv_ring, work.before)
+        through V, row by row."""
         dK = flat(c.dK)
         for e in cutlass.range_constexpr(cute.size(dK)):
             dK[e] = dK[e] * scalars.softmax_scale
         if cutlass.const_expr(self.config.quick_end):
-            self._store_quads(c.dV, tensors.mdV_plain, work, c.wg)
-            self._store_quads(c.dK, tensors.mdK_plain, work, c.wg)
+            self._store_quickly(tensors, shared, work, c)
         elif cutlass.const_expr(self.traits.varlen):
             if (work.block * self.wgs + c.wg + 1) * KEYS <= work.extent.seqlen_k:
                 self._store_whole(tensors, shared, work, c, num_steps)
@@ -365,11 +362,23 @@ class Keys:
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def _store_quads(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):
-        """From registers, wherever the sequence ends."""
-        extent = work.extent
-        rows = tokens_of(m, work.kv_head, work.batch, extent.offset_k, self.traits.varlen)
-        store_quads(flat(values), rows, (work.block * self.wgs + wg) * KEYS, extent.seqlen_k)
+    def _store_quickly(self, tensors: Globals, shared: Shared, work: Work, c: KeyOwner):
+        """Each warp its 16 rows, through V of its own warpgroup, which nobody else reads: no other
+        wait than for the products of the four warps."""
+        sV = shared.sV[None, None, kv_piece(shared, work, c.wg, self.wgs)]
+        group_barrier(c.wg)
+        for values, m, dim in (
+            (c.dV, tensors.mdV_plain, self.traits.head_dim_v),
+            (c.dK, tensors.mdK_plain, self.traits.head_dim),
+        ):
+            extent = work.extent
+            rows = tokens_of(m, work.kv_head, work.batch, extent.offset_k, self.traits.varlen)
+            first_row = (work.block * self.wgs + c.wg) * KEYS
+            store_stripe(self.products.sums(dim), values, sV, (rows, first_row, extent.seqlen_k))
+        if cutlass.const_expr(self.config.persistent > 0):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            release(shared.kv_ring, work.before)
 
     @cute.jit
     def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):

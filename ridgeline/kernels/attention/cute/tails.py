@@ -12,10 +12,17 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import warp
 
-from ridgeline.kernels.attention.cute import ptx
+from ridgeline.kernels.attention.cute.mainloop import flat
 from ridgeline.kernels.attention.cute.mask import accumulator_column, accumulator_row
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
+from ridgeline.kernels.attention.cute.softmax import pack_operand
+
+STRIPE = 16
+"""Rows of a warp in an accumulator."""
+VECTOR = 8
+"""16-bit elements of a 16-byte access."""
 
 
 @cute.jit
@@ -46,36 +53,32 @@ def store_rows(output: cute.Tensor, rows: cute.Tensor, first_row: Int32, length:
 
 
 @cute.jit
-def store_quads(output: cute.Tensor, rows: cute.Tensor, first_row: Int32, length: Int32):
-    """The same, 16 bytes a store: the four lanes that hold 32 columns of a row between them, two of
-    each 8, transpose them first, so that each holds 8 neighbours. D is a multiple of 32."""
-    lane = cute.arch.lane_idx() % 4
+def store_stripe(mma, values: cute.Tensor, stage: cute.Tensor, target: tuple):
+    """The same by each warp for its 16 rows, 16 bytes a lane: through its own rows of shared memory
+    [64, D], transposed by stmatrix. target: rows [T, D], the accumulator's first, T."""
+    rows, first_row, length = target
+    dtype, dim = stage.element_type, cute.size(stage, mode=[1])
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-    first = first_row + thread // 32 * 16 + thread % 32 // 4
-    for half in cutlass.range_constexpr(2):
-        row = first + 8 * half
-        for group in cutlass.range_constexpr(cute.size(output) // 16):
-            four = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-            for i in cutlass.range_constexpr(4):
-                e = 16 * group + 4 * i + 2 * half
-                four[i] = ptx.pack(output[e], output[e + 1], rows.element_type)
-            transpose(four, lane)
-            column = 8 * (4 * group + lane)
-            if (row < length) & (column < rows.shape[1]):
-                target = cute.local_tile(rows[row, None], (8,), (4 * group + lane,))
-                cute.autovec_copy(cute.recast_tensor(four, rows.element_type), target)
-
-
-@cute.jit
-def transpose(four: cute.Tensor, lane: Int32):
-    """Word i of lane j of four neighbouring lanes becomes word j of lane i; lane: 0 to 3."""
-    for step in cutlass.range_constexpr(2):
-        bit = 1 << step
-        upper = (lane & bit) != 0
-        for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(i & bit == 0):
-                low, high = four[i], four[i + bit]
-                sent = cutlass.select_(upper, low, high)
-                got = cute.arch.shuffle_sync_bfly(sent, offset=bit)
-                four[i] = cutlass.select_(upper, got, low)
-                four[i + bit] = cutlass.select_(upper, high, got)
+    store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
+    narrow = cute.make_rmem_tensor(values.shape, dtype)
+    pack_operand(flat(values), flat(cute.recast_tensor(narrow, Int32)), dtype)
+    cute.copy(store, copy.retile(narrow), copy.partition_D(stage))
+    cute.arch.sync_warp()
+    lanes = 8 if dim % 64 == 0 else 4
+    read = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
+    by_row = cute.make_layout((32 // lanes, lanes), stride=(lanes, 1))
+    pieces = cute.make_tiled_copy_tv(read, by_row, cute.make_layout((1, VECTOR)))
+    stripe = cute.local_tile(stage, (STRIPE, dim), (thread // 32, 0))
+    lane = cute.arch.lane_idx()
+    source = pieces.get_slice(lane).partition_S(stripe)
+    words = cute.make_rmem_tensor_like(source)
+    cute.copy(read, source, words)
+    for i in cutlass.range_constexpr(STRIPE * lanes // 32):
+        row = first_row + thread // 32 * STRIPE + i * (32 // lanes) + lane // lanes
+        for j in cutlass.range_constexpr(dim // (VECTOR * lanes)):
+            column = j * lanes + lane % lanes
+            if (row < length) & (column * VECTOR < rows.shape[1]):
+                piece = cute.local_tile(rows[row, None], (VECTOR,), (column,))
+                cute.autovec_copy(words[None, i, j], piece)
+    cute.arch.sync_warp()
