@@ -121,10 +121,10 @@ class BackwardConfig:
     """With zeros_ahead: idle warps round the rows of fp32 dQ that nobody adds to any more, as the
     kernel after does."""
     quick_end: bool = False
-    """dK and dV leave row by row, each warp's 16 through its own rows of V in shared memory, and not
-    by TMA through V and K: so the end of a walk waits neither for the last dQ, which reads K, nor
-    for copies. Persistent, whoever draws a number tells the others its place too, which takes them
-    five divisions."""
+    """dK and dV leave row by row, each warp's 16 through its own rows of V in shared memory, not by
+    TMA through V and K: so the end of a walk waits neither for the last dQ, which reads K, nor for
+    copies. Persistent, whoever draws a number tells the others its place too, which takes them five
+    divisions."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
