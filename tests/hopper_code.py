@@ -118,8 +118,11 @@ def check(code: Code, *key: Any) -> None:
 def most_stack_bytes(*key: Any) -> int:
     """Some W4A16 kernels put up to 88 bytes a thread on the stack, most of them tiles of 64 rows
     with two blocks a multiprocessor (and a plan that only tests ask for 128). Attention none, but
-    for softcap at head dim 64: three warpgroups with 96 are 7 % faster than two with none."""
+    for softcap at head dim 64 (three warpgroups with 96 are 7 % faster than two with none), and
+    where warps of 32 registers work out statistics: outside of their loops over rows."""
     config, traits = key[-1], key[0]
+    if isinstance(config, bwd.BackwardConfig):
+        return 64 if config.statistics_ahead else 0
     if isinstance(config, cfg.ForwardConfig) and config.num_warpgroups == 3:
         return 96 if traits.softcap else 0
     return 128 if isinstance(config, DecodeConfig | StreamConfig | MatmulConfig) else 0
@@ -164,7 +167,7 @@ def _backward(code: Code, traits: bwd.BackwardTraits, config: bwd.BackwardConfig
     warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     assert len(code.registers) == 3
     assert max(code.registers) <= at_launch(128 * warpgroups)
-    helpers = [bwd.HELPER_REGISTERS] if config.helpers else []
+    helpers = [bwd.helper_registers(config)] if config.helpers else []
     assert code.moved == sorted([*bwd.registers(config), *helpers])
     dim, dim_v, block_q = traits.head_dim, traits.head_dim_v, config.block_q
     keys = bwd.KEYS // 16 * config.num_warpgroups
@@ -175,7 +178,11 @@ def _backward(code: Code, traits: bwd.BackwardTraits, config: bwd.BackwardConfig
     assert code.count(r"\bMUFU\.EX2\b")
     if min(dim, dim_v) >= 64:
         assert 4 * code.exponentials_under_products() >= code.count(r"\bMUFU\.EX2\b")
-    assert code.count(r"\bUTMALDG\b") and code.count(r"\bUTMASTG\b")
+    assert code.count(r"\bUTMALDG\b")
+    assert bool(code.count(r"\bUTMASTG\b")) != config.quick_end
+    # Sixteen bytes a lane: a half of each 16 elements of the 64 rows of dK and of dV.
+    if config.quick_end:
+        assert code.count(r"\bSTG\.E\.128\b") >= (dim + dim_v) // 16
 
 
 def _roles(code: Code, traits: bwd.BackwardTraits, config: roles.RolesConfig) -> None:

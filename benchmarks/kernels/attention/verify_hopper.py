@@ -6,12 +6,13 @@ One group a process, so that one that hangs costs its own time limit only. Group
 first: narrow (what runs by default), helpers (with and without the fourth warpgroup, and turns of
 several heads), single and pair (backward by roles: one block of threads, two), softcap,
 deterministic, turned_windows (deterministic windows), windows (by persistent blocks that zero dQ
-themselves) and window_repeats, packed_wide and used_backward (sequences that end early), far
-(scores far below zero), repeats, tune (times variants; prints, writes nothing); those of the
-forward over caches are in verify_hopper_cached.py. Every gradient is compared with the fp64
-reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
-missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
-call costs the host: bench_host.py.
+themselves) and window_repeats, quick_end (gradients of keys row by row), ahead (rows prepared
+and finished by idle warps) and ahead_repeats, polynomials (of exponentials), packed_wide and
+used_backward (sequences that end early), far (scores far below zero), repeats, tune (times
+variants; prints, writes nothing); those of the forward over caches are in verify_hopper_cached.py.
+Every gradient is compared with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one
+rounding. Lines begin with ok, BAD or missing (a kernel that is not in the cache of a machine
+without the DSL); the last is JSON. What a call costs the host: bench_host.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     backward_config,
     backward_traits,
+    prepared_ahead,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     heads_per_section as default_section,
@@ -75,13 +77,40 @@ HELPED = Variant((("helpers", True), ("other_registers", 72)))
 PLAIN = Variant(
     (
         ("helpers", False), ("other_registers", 88), ("persistent", 0), ("overlapped", False),
-        ("short_last", False), ("zeros_ahead", False),
+        ("ordered", False), ("zeros_ahead", False),
     )
 )  # fmt: skip
 """Three warpgroups, one block of keys a block of threads."""
 ZEROED_BEFORE = Variant((("zeros_ahead", False),))
-BARE = Variant((("zeros_ahead", False), ("short_last", False), ("overlapped", False)))
+BARE = Variant((("zeros_ahead", False), ("ordered", False), ("overlapped", False)))
 """Persistent blocks and nothing more."""
+QUICK = Variant((("quick_end", True),))
+POLYNOMIALS = [Variant((("polynomial_every", n),)) for n in (2, 3, 4)]
+
+
+@dataclass(frozen=True)
+class Ahead(Variant):
+    """Persistent blocks whose idle warps work for other blocks of keys; changes: of that."""
+
+    def config(self, problem: AttentionProblem, arch) -> BackwardConfig | RolesConfig:
+        config = backward_config(problem, arch)
+        ahead = prepared_ahead(config, problem, arch) if type(config) is BackwardConfig else None
+        if ahead is None:
+            raise UserError("no rows are prepared ahead here")
+        return replace(ahead, **dict(self.changes))
+
+    def __str__(self) -> str:
+        return f"ahead {super().__str__()}"
+
+
+AHEAD = Ahead()
+SHARES = [
+    AHEAD,
+    Ahead((("results_behind", False),)),
+    Ahead((("statistics_ahead", False),)),
+    Ahead((("statistics_ahead", False), ("results_behind", False), ("zeros_ahead", False))),
+]
+"""All; without a share; persistent blocks with a quick end and nothing more."""
 
 
 @contextlib.contextmanager
@@ -283,16 +312,58 @@ def group_turned_windows() -> None:
 def group_windows() -> None:
     """Causal windows, dQ zeroed by the main kernel and before it, with more blocks of keys than a
     block is ahead of the one it zeroes for."""
-    squares = [
-        ((1100, 1100, 16, 16), 4), ((700, 700, 16, 4), 14), ((500, 500, 2, 1), 2),
-        ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20),
-    ]  # fmt: skip
-    for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], squares):
+    for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], SQUARES):
         for variant, left in itertools.product((Variant(), ZEROED_BEFORE, BARE), (100, 400)):
             options = replace(masks(dim)[2], window_left=left)
             what = f"{dim} {shape} x{batch} window {left}"
             if left < shape[0]:
                 check(what, variant, leaves(shape, dim, batch), options)
+
+
+SQUARES = [
+    ((1100, 1100, 16, 16), 4), ((700, 700, 16, 4), 14), ((500, 500, 2, 1), 2),
+    ((64, 64, 1, 1), 2), ((130, 130, 4, 2), 2), ((257, 257, 8, 8), 20), ((2048, 2048, 16, 16), 2),
+]  # fmt: skip
+"""Shape and batch: from a call of one block of keys to ten times as many as run at once."""
+
+
+def group_ahead() -> None:
+    """Rows prepared and finished by other blocks' idle warps, each share alone and all."""
+    for dim, (shape, batch) in itertools.product([(64, 64), (128, 128)], SQUARES):
+        for options, variant in itertools.product(masks(dim), SHARES):
+            left = options.window_left
+            mask = "window" if left else "causal" if options.causal else "full"
+            if left is None or left < shape[0]:
+                what = f"{dim} {shape} x{batch} {mask}"
+                check(what, variant, leaves(shape, dim, batch), options)
+
+
+def group_quick_end() -> None:
+    """dK and dV row by row: every mask and length, packed, used, in turns."""
+    grid([(64, 64), (128, 128), (96, 96), (32, 32)], [QUICK], False)
+    grid([(64, 64), (128, 128)], [QUICK], True)
+    for dim, kind in itertools.product([(64, 64), (128, 128)], ("packed", "used", "packed used")):
+        for options in masks(dim):
+            mask = "window" if options.window_left else "causal" if options.causal else "full"
+            qkv, tails = tailed(kind, dim)
+            check(f"{dim} {kind} {mask}", QUICK, qkv, options, tails)
+
+
+def group_polynomials() -> None:
+    """Some exponentials by polynomials, in both dtypes' degrees."""
+    for variant in POLYNOMIALS:
+        grid([(64, 64), (128, 128)], [variant], False)
+
+
+def group_ahead_repeats() -> None:
+    """At the sizes of the benchmark: dK and dV bitwise, dQ as without."""
+    for dim, length in itertools.product((128, 64), (16384, 4096, 1024)):
+        shape = (length, length, 2048 // dim, 2048 // dim)
+        plain = masks((dim, dim))
+        for options in (plain[0], plain[1], replace(plain[1], window_left=1023)):
+            qkv = leaves(shape, (dim, dim), 16384 // length)
+            what = f"{dim} {length} causal {options.causal} left {options.window_left}"
+            repeated_sums(what, qkv, options, 100, AHEAD)
 
 
 def group_window_repeats() -> None:
@@ -304,24 +375,29 @@ def group_window_repeats() -> None:
 
 
 def repeated_sums(
-    what: str, qkv: list[torch.Tensor], options: AttentionOptions, count: int
+    what: str,
+    qkv: list[torch.Tensor],
+    options: AttentionOptions,
+    count: int,
+    variant: Variant | None = None,
 ) -> None:
-    """Repeats give the same bits of dK and dV, and of dQ what a kernel gives that zeroes all of it
-    before, but for the order of additions."""
+    """Repeats of a variant give the same bits of dK and dV, and of dQ what a kernel gives that
+    zeroes all of it before, but for the order of additions."""
     name, extras = f"{count} repeats {what}", AttentionExtras()
     try:
         out, lse = cute_sm90.forward(*qkv, options, extras)
         tensors = (torch.randn_like(out), None, *qkv, out, lse, options, extras)
-        with using(ZEROED_BEFORE):
+        with using(PLAIN if variant else ZEROED_BEFORE):
             plain = cute_sm90.backward(*tensors)
-        first = cute_sm90.backward(*tensors)
         differ = torch.zeros(2, dtype=torch.long, device="cuda")
         far = torch.zeros((), device="cuda")
-        for _ in range(count):
-            grads = cute_sm90.backward(*tensors)
-            pairs = ((grads.dk, first.dk), (grads.dv, first.dv))
-            differ += torch.stack([(a != b).any().long() for a, b in pairs])
-            far = torch.maximum(far, (grads.dq.float() - plain.dq.float()).abs().max())
+        with using(variant or Variant()):
+            first = cute_sm90.backward(*tensors)
+            for _ in range(count):
+                grads = cute_sm90.backward(*tensors)
+                pairs = ((grads.dk, first.dk), (grads.dv, first.dv))
+                differ += torch.stack([(a != b).any().long() for a, b in pairs])
+                far = torch.maximum(far, (grads.dq.float() - plain.dq.float()).abs().max())
     except UserError:
         say("missing", name)
         return
@@ -398,22 +474,13 @@ def bitwise(what: str, qkv: list[torch.Tensor], options: AttentionOptions, count
 
 def group_tune() -> None:
     """TFLOP/s of variants, each the median of turns in one process."""
-    pair, stages = Variant((("pair", False),)), Variant((("ds_stages", 4),))
     for cell in [c for c in bench.cells() if c.direction == "bwd"]:
-        wide = max(cell.head_dim, cell.head_dim_v) > 128
-        if cell.deterministic:
-            sections = [Variant(section=n) for n in ((1, 2) if wide else (2, 8, 16))]
-            variants = [Variant(), *sections]
-            variants += [] if wide else [stages, replace(stages, section=8)]
-        elif wide and cell.seqlen_q >= 8192 and cell.causal:
-            variants = [Variant(), pair, Variant(section=2)]
-        elif cell.head_dim == 128 and not wide and (cell.lengths or not cell.causal):
-            variants = [Variant(), HELPED]
-        elif cell.window:
-            variants = [Variant(), Variant(section=1), Variant(section=8)]
-        elif not wide and cell.head_dim == 128:
-            variants = [Variant(), PLAIN]
-        else:
+        variants = [Variant()]
+        if max(cell.head_dim, cell.head_dim_v) <= 128:
+            variants += [QUICK, *POLYNOMIALS]
+            if not cell.deterministic and not cell.lengths:
+                variants += SHARES
+        if len(variants) == 1:
             continue
         times = in_turns(cell, variants)
         found = {name: round(cell.flops() / t[len(t) // 2] / 1e6) for name, t in times.items()}

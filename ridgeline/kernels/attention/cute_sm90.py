@@ -33,6 +33,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     backward_config,
     backward_traits,
     counts,
+    is_finishing,
     run_together,
 )
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -442,7 +443,7 @@ def _plan(
     num_tiles = problem.batch * -(-problem.seqlen_q // config.block_q)
     if problem.varlen:
         num_tiles = q.shape[0] // config.block_q + problem.batch
-    counted = counts(config, deterministic)
+    counted, more = counts(config, deterministic), 2 if is_finishing(config) else 1
     tiles = (num_tiles, problem.heads)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     # Rows behind the used ones belong to no tile; those behind the last packed sequence the kernel
@@ -457,7 +458,7 @@ def _plan(
         dv=make_gradient(q, v.shape),
         statistics=maker(q, (*tiles, ROW_STATISTICS * config.block_q), torch.float32),
         dq_sum=maker(q, (*tiles, config.block_q * padded(problem.head_dim)), torch.float32),
-        turns=maker(q, (num_tiles + 1, problem.heads, 1), torch.int32) if counted else None,
+        turns=maker(q, (num_tiles + more, problem.heads, 1), torch.int32) if counted else None,
         together=int(run_together(problem, config, arch)),
         **common,
     )

@@ -36,6 +36,8 @@ ORDERED_HEADS = 4
 463 / 445, 463 / 449, 527 / 522 TFLOP/s."""
 HELPER_REGISTERS = 24
 """A thread of the warpgroup that only loads and waits: the least that setmaxnreg takes."""
+COMPUTING_REGISTERS = 32
+"""The same where some of its warps work out statistics or round dQ."""
 ROW_STATISTICS = 2
 """fp32 words a query: its LSE and its delta."""
 
@@ -93,6 +95,10 @@ class BackwardConfig:
     pass_unseen: bool = False
     """A key warpgroup lets the first and last blocks of queries go by that see only the other's
     keys."""
+    polynomial_every: int = 0
+    """Of each so many pairs of probabilities, one is computed by a polynomial, not on the special
+    function unit (relative error 1.0e-4 in bfloat16, 2.9e-6 in float16, before they are rounded);
+    0: none."""
     helpers: bool = False
     """A fourth warpgroup: one warp loads, and deterministic, one waits for turns and one hands them
     on, so that the warpgroup of dQ does nothing but compute and add."""
@@ -103,12 +109,22 @@ class BackwardConfig:
     """Blocks of threads, one a multiprocessor, each of which takes one block of keys after the
     other and loads the next one's K, V, Q and dO while it stores dK and dV; 0: as many as blocks of
     keys."""
-    short_last: bool = False
-    """Persistent, of a causal window: each head's last blocks of keys, whose walks are short, come
-    after those of all heads (`blocks.KeyOrder`)."""
+    ordered: bool = False
+    """Persistent: blocks of keys are numbered by `blocks.KeyOrder`; of a causal window each head's
+    last ones, whose walks are short, come after those of all heads."""
     zeros_ahead: bool = False
-    """With short_last and as many queries as keys: an idle warp zeroes the rows of fp32 dQ that
-    later blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
+    """With ordered and as many queries as keys: idle warps zero the rows of fp32 dQ that later
+    blocks add to, so that the kernel before zeroes few, and they are still in L2 then."""
+    statistics_ahead: bool = False
+    """With zeros_ahead: they work out those rows' statistics too, as the kernel before does."""
+    results_behind: bool = False
+    """With zeros_ahead: idle warps round the rows of fp32 dQ that nobody adds to any more, as the
+    kernel after does."""
+    quick_end: bool = False
+    """dK and dV leave row by row, each warp's 16 through its own rows of V in shared memory, not by
+    TMA through V and K: so the end of a walk waits neither for the last dQ, which reads K, nor for
+    copies. Persistent, whoever draws a number tells the others its place too, which takes them five
+    divisions."""
 
 
 def keys_per_block(config: BackwardConfig | RolesConfig) -> int:
@@ -131,14 +147,45 @@ def is_overlapped(config: BackwardConfig | RolesConfig) -> bool:
     return isinstance(config, BackwardConfig) and config.overlapped
 
 
-def is_short_last(config: BackwardConfig | RolesConfig) -> bool:
+def is_ordered(config: BackwardConfig | RolesConfig) -> bool:
     """Whether blocks of keys are numbered by `blocks.KeyOrder`."""
-    return isinstance(config, BackwardConfig) and config.short_last
+    return isinstance(config, BackwardConfig) and config.ordered
 
 
 def is_zeroing(config: BackwardConfig | RolesConfig) -> bool:
     """Whether the main kernel zeroes most of fp32 dQ."""
     return isinstance(config, BackwardConfig) and config.zeros_ahead
+
+
+def is_measuring(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel works out most rows' statistics."""
+    return isinstance(config, BackwardConfig) and config.statistics_ahead
+
+
+def is_finishing(config: BackwardConfig | RolesConfig) -> bool:
+    """Whether the main kernel rounds most of dQ."""
+    return isinstance(config, BackwardConfig) and config.results_behind
+
+
+def helper_registers(config: BackwardConfig) -> int:
+    """Registers a thread of the helpers' warpgroup."""
+    if not config.helpers:
+        return 0
+    return (
+        COMPUTING_REGISTERS
+        if config.results_behind or config.statistics_ahead
+        else HELPER_REGISTERS
+    )
+
+
+def ahead_warps(config: BackwardConfig) -> tuple[int, int]:
+    """Warps that prepare rows for later blocks of keys, and that finish those of earlier ones: with
+    the one that loads at most four. Statistics take longest: they come from memory, not L2."""
+    if not config.zeros_ahead:
+        return 0, 0
+    if not config.statistics_ahead:
+        return 1, 2 if config.results_behind else 0
+    return (2, 1) if config.results_behind else (3, 0)
 
 
 def dq_part(config: BackwardConfig, traits: BackwardTraits) -> tuple[int, int]:
@@ -167,7 +214,7 @@ def registers(config: BackwardConfig) -> tuple[int, int]:
     warpgroups = config.num_warpgroups + (2 if config.helpers else 1)
     at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8
     other = config.other_registers
-    left = at_launch * warpgroups - other - (HELPER_REGISTERS if config.helpers else 0)
+    left = at_launch * warpgroups - other - helper_registers(config)
     return other, min(240, left // config.num_warpgroups // 8 * 8)
 
 
@@ -196,8 +243,12 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
         return f"dq_parts must leave 64 rows or 64 columns, got {config.dq_parts}"
     if config.other_registers % 8:
         return f"other_registers must be a multiple of 8, got {config.other_registers}"
+    if config.polynomial_every < 0:
+        return f"polynomial_every must not be negative, got {config.polynomial_every}"
     if config.pass_unseen and config.turned_sections:
         return "pass_unseen needs walks from the first queries to the last, so no turned_sections"
+    if config.quick_end and traits.head_dim != traits.head_dim_v:
+        return "quick_end needs one head dim: dK leaves through V"
     if (why := _why_not_persistent(config, traits)) is not None:
         return why
     if (used := shared_memory_bytes(config, traits)) > SHARED_MEMORY_BYTES:
@@ -210,11 +261,15 @@ def why_invalid(config: BackwardConfig, traits: BackwardTraits) -> str | None:
 
 def _why_not_persistent(config: BackwardConfig, traits: BackwardTraits) -> str | None:
     """Why a block of threads cannot take several blocks of keys, or None."""
-    window = traits.has_left and traits.has_right and not traits.deterministic
-    if config.short_last and not (config.persistent and window):
-        return "short_last needs persistent and a window bounded on both sides, without turns"
-    if config.zeros_ahead and not config.short_last:
-        return "zeros_ahead needs short_last"
+    if config.ordered:
+        if not config.persistent or traits.deterministic:
+            return "ordered needs persistent, and no turns"
+        if traits.has_left and not traits.has_right:
+            return "ordered needs a window bounded on both sides, or none"
+    if config.zeros_ahead and not config.ordered:
+        return "zeros_ahead needs ordered"
+    if (config.statistics_ahead or config.results_behind) and not config.zeros_ahead:
+        return "statistics_ahead and results_behind need zeros_ahead"
     if not config.persistent:
         return None
     if not config.helpers or traits.has_tails:
@@ -287,9 +342,40 @@ def _persistent(config: BackwardConfig, problem: AttentionProblem, arch: Arch) -
         other_registers=72,
         persistent=arch.num_units,
         overlapped=True,
-        short_last=window,
-        zeros_ahead=window and problem.seqlen_q == problem.seqlen_k,
+        ordered=window,
+        zeros_ahead=window and rows_meet_as_ordered(problem),
     )
+
+
+def rows_meet_as_ordered(problem: AttentionProblem) -> bool:
+    """Whether `blocks.KeyOrder` says which blocks of keys meet the queries at a block's keys: as
+    many queries as keys, all seen, or a causal mask with or without a window."""
+    unbounded = problem.window_left is None and problem.window_right is None
+    dense = not (problem.varlen or problem.seqused)
+    return dense and problem.seqlen_q == problem.seqlen_k and (problem.causal or unbounded)
+
+
+def prepared_ahead(
+    config: BackwardConfig, problem: AttentionProblem, arch: Arch
+) -> BackwardConfig | None:
+    """A tile's variant in which idle warps do most of what the kernels before and after do, for
+    measurements; None where it cannot run."""
+    traits = backward_traits(problem)
+    if not rows_meet_as_ordered(problem) or traits.deterministic:
+        return None
+    changed = replace(
+        config,
+        helpers=True,
+        other_registers=64,
+        persistent=arch.num_units,
+        overlapped=True,
+        ordered=True,
+        zeros_ahead=True,
+        statistics_ahead=True,
+        results_behind=True,
+        quick_end=True,
+    )
+    return changed if why_invalid(changed, traits) is None else None
 
 
 def _candidates(traits: BackwardTraits) -> list[BackwardConfig | RolesConfig]:

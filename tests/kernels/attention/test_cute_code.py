@@ -84,10 +84,15 @@ def some(fast: dict[str, AttentionProblem], many: list[AttentionProblem]) -> lis
 
 def check(asked: AttentionProblem) -> None:
     """Compile and look."""
+    check_key(*key_of(asked))
+
+
+def check_key(traits: Any, config: Any) -> None:
+    """The same, by the compile key."""
     if not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
         pytest.skip("no linker here")
-    key = key_of(asked)
-    hopper_code.check(hopper_code.code_of(library.compile_kernel(*key)), *key)
+    code = hopper_code.code_of(library.compile_kernel(traits, config))
+    hopper_code.check(code, traits, config)
 
 
 @pytest.mark.parametrize("asked", some(FORWARD | CACHED, MANY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention.problem import AttentionProblem
 
-from .test_cute_code import DIMS, H200, MASKS, check, problem, some
+from .test_cute_code import DIMS, H200, MASKS, check, check_key, problem, some
 
 CAUSAL = dict(causal=True, direction="bwd")
 BACKWARD = {
@@ -46,3 +47,31 @@ MANY = [
 def test_backward(asked: AttentionProblem, cache: Path) -> None:
     assert bwd.refuses(asked, H200) is None
     check(asked)
+
+
+VARIANTS = {
+    "64-causal": problem(64, **CAUSAL),
+    "128-full": problem(128, direction="bwd"),
+    "128-window": problem(128, **CAUSAL, window_left=128),
+}
+QUICK = {
+    "128-causal": problem(128, **CAUSAL),
+    "128-packed": problem(128, varlen=True, direction="bwd"),
+    "128-causal-deterministic": problem(128, **CAUSAL, deterministic=True),
+}
+
+
+@pytest.mark.parametrize("asked", VARIANTS.values(), ids=VARIANTS)
+def test_backward_that_prepares_and_finishes_rows(asked: AttentionProblem, cache: Path) -> None:
+    config = bwd.backward_config(asked, H200)
+    assert isinstance(config, bwd.BackwardConfig)
+    ahead = bwd.prepared_ahead(config, asked, H200)
+    assert ahead is not None
+    check_key(bwd.backward_traits(asked), ahead)
+
+
+@pytest.mark.parametrize("asked", QUICK.values(), ids=QUICK)
+def test_backward_whose_gradients_leave_row_by_row(asked: AttentionProblem, cache: Path) -> None:
+    config = bwd.backward_config(asked, H200)
+    assert isinstance(config, bwd.BackwardConfig)
+    check_key(bwd.backward_traits(asked), replace(config, quick_end=True))

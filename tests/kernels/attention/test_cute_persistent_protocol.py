@@ -2,13 +2,15 @@
 
 Who waits for what, in the order of backward_persistent.py, backward_keys.py and backward_queries.py
 (`serve`): records, K and V in two stages, Q, dO and dS in rings whose positions go on from block to
-block; in windows, zeros in dQ for later blocks. It must never lock up, no stage may be overwritten
-before its use, every block of keys must be worked on once, with its own Q, dO, K and V, and nobody
-may add to dQ before it is zero.
+block; rows that are prepared for later blocks and finished for earlier ones. It must never lock up,
+no stage may be overwritten before its use, every block of keys must be worked on once, with its own
+Q, dO, K and V, nobody may add to rows before they are prepared, and none may be finished before all
+have added.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -20,39 +22,73 @@ from .test_cute_roles_protocol import Ring
 
 Step = Iterator[Callable[[], bool]]
 NONE = -1
+PREPARING = 2
+"""Warps that prepare rows, each a share."""
 
 
 class Launch:
-    """What all blocks of threads share: the counter, how long each walk is, and the zeros in dQ
-    where the main kernel makes them. unsafe: nobody waits for zeros."""
+    """What all blocks of threads share: the counter, how long each walk is, and what the main
+    kernel does for rows of other blocks: prepares them with an order, finishes them if `finishes`.
+    quick: dK and dV leave row by row. unsafe: nobody waits for rows."""
 
     def __init__(
-        self, walks: list[int], order: blocks.KeyOrder | None = None, unsafe: bool = False
+        self,
+        walks: list[int],
+        order: blocks.KeyOrder | None = None,
+        unsafe: bool = False,
+        quick: bool = False,
+        finishes: bool = False,
     ):
         self.walks, self.order, self.unsafe, self.drawn = walks, order, unsafe, 0
+        self.quick, self.finishes = quick, finishes
         self.done: list[tuple[int, int]] = []
-        self.clusters = [0] * (len(walks) // blocks.ZEROS_CLUSTER + 1)
-        self.zero: set[tuple[int, int, int]] = set()
+        self.prepared = [0] * (len(walks) // blocks.CLUSTER + 1)
+        self.ended = [0] * (len(walks) // blocks.CLUSTER + 1)
+        self.added: set[tuple[int, int, int]] = set()
+        self.finished: list[tuple[int, int, int]] = []
+        self.ready: dict[tuple[int, int, int], int] = {}
         if order is not None:
             places = {order.coordinates(n) for n in range(len(walks))}
-            self.zero = {place for place in places if order.zeroed_before(*place)}
+            self.ready = {p: PREPARING for p in places if order.prepared_before(*p)}
 
     def draw(self) -> int:
         self.drawn += 1
         return self.drawn - 1
 
-    def zeroed(self, number: int) -> Callable[[], bool]:
+    def are_prepared(self, number: int) -> Callable[[], bool]:
         if self.order is None or self.unsafe:
             return lambda: True
-        begin, end = self.order.zeroed(number)
-        return lambda: all(self.clusters[c] == blocks.ZEROS_CLUSTER for c in range(begin, end))
+        begin, end = self.order.preparing(number)
+        whole = blocks.CLUSTER * PREPARING
+        return lambda: all(self.prepared[c] == whole for c in range(begin, end))
+
+    def have_ended(self, number: int) -> Callable[[], bool]:
+        assert self.order is not None
+        if self.unsafe:
+            return lambda: True
+        begin, end = self.order.adding(number)
+        return lambda: all(self.ended[c] == blocks.CLUSTER for c in range(begin, end))
+
+    def met(self, block: int, backwards: bool) -> range:
+        """Blocks whose rows a block adds to; backwards: those that add to its rows."""
+        assert self.order is not None
+        span, lead = self.order.span, self.order.lead
+        before, after = (span, lead) if backwards else (lead, span)
+        return range(max(block - before, 0), min(block + after + 1, self.order.num_key_blocks))
 
     def check_added(self, number: int) -> None:
-        """A block adds to the rows of its own keys and of those behind."""
+        """A block adds to the rows of its own keys and of those that its keys are seen by."""
         if self.order is not None:
             block, head, batch = self.order.coordinates(number)
-            last = min(block + self.order.span, self.order.num_key_blocks - 1)
-            assert all((at, head, batch) in self.zero for at in range(block, last + 1))
+            for at in self.met(block, backwards=False):
+                assert self.ready.get((at, head, batch)) == PREPARING
+
+    def finish(self, number: int) -> None:
+        assert self.order is not None
+        block, head, batch = self.order.coordinates(number)
+        for at in self.met(block, backwards=True):
+            assert (at, head, batch) in self.added
+        self.finished.append((block, head, batch))
 
 
 class Threads:
@@ -61,27 +97,31 @@ class Threads:
     def __init__(self, launch: Launch, unsafe: bool = False):
         self.launch, self.unsafe = launch, unsafe
         self.q_ring, self.do_ring, self.ds_ring = Ring(2, 1, 2), Ring(2, 1, 2), Ring(2, 2, 1)
-        takers = 3 if launch.order is None else 4
-        self.kv_ring, self.record_ring = Ring(2, 1, 2), Ring(2, 1, takers)
-        self.records = [NONE, NONE]
+        takers = 3 + (0 if launch.order is None else PREPARING) + launch.finishes
+        self.stages = 4 if launch.quick else 2
+        self.kv_ring = Ring(2, 1, 3 if launch.quick else 2)
+        self.record_ring = Ring(self.stages, 1, takers)
+        self.records = [NONE] * self.stages
         empty: tuple[int, int] = (NONE, NONE)
         self.q, self.do, self.kv = [empty] * 2, [empty] * 2, [NONE] * 2
         self.ds: list[list[tuple[int, int]]] = [[], []]
 
     def roles(self) -> list[Step]:
-        zeros = [] if self.launch.order is None else [self.zeros()]
-        return [self.load(), self.keys(0), self.keys(1), self.serve(), *zeros]
+        ahead = [] if self.launch.order is None else [self.prepare() for _ in range(PREPARING)]
+        behind = [self.finish()] if self.launch.finishes else []
+        return [self.load(), self.keys(0), self.keys(1), self.serve(), *ahead, *behind]
 
     def announce(self, position: int, number: int) -> Step:
         yield self.record_ring.wait_empty(position)
-        self.records[position % 2] = number
-        self.record_ring.full[position % 2].arrive()
+        self.records[position % self.stages] = number
+        self.record_ring.full[position % self.stages].arrive()
 
     def load(self) -> Step:
         before = steps = 0
         number = self.launch.draw()
         while number < len(self.launch.walks):
             yield from self.announce(before, number)
+            yield self.launch.are_prepared(number)  # statistics are loaded with Q
             if not self.unsafe:
                 yield self.kv_ring.wait_empty(before)
             self.kv[before % 2] = number
@@ -102,8 +142,8 @@ class Threads:
 
     def take(self, position: int, into: list[int]) -> Step:
         yield self.record_ring.wait_full(position)
-        into[:] = [self.records[position % 2]]
-        self.record_ring.empty[position % 2].arrive()
+        into[:] = [self.records[position % self.stages]]
+        self.record_ring.empty[position % self.stages].arrive()
 
     def keys(self, wg: int) -> Step:
         """One of two key warpgroups."""
@@ -127,7 +167,7 @@ class Threads:
                 yield lambda: True
                 assert self.q[position % 2] == (number, step)
                 self.q_ring.empty[position % 2].arrive()
-            if walk:  # dK goes out through K, which dQ must have used
+            if walk and not self.launch.quick:  # dK goes out through K, which dQ must have used
                 yield self.ds_ring.wait_empty(steps + walk - 1 + 2)
             assert self.kv[before % 2] == number
             yield lambda: True
@@ -143,7 +183,7 @@ class Threads:
         taken = [NONE]
         yield from self.take(before, taken)
         while (number := taken[0]) != NONE:
-            yield self.launch.zeroed(number)
+            yield self.launch.are_prepared(number)
             for step in range(self.launch.walks[number]):
                 position = steps + step
                 yield self.ds_ring.wait_full(position)
@@ -154,12 +194,18 @@ class Threads:
                 assert self.kv[before % 2] == number
                 self.ds[position % 2] = []
                 self.ds_ring.empty[position % 2].arrive()
+            if self.launch.quick:
+                self.kv_ring.empty[before % 2].arrive()
+            yield lambda: True
+            if self.launch.order is not None:
+                self.launch.added.add(self.launch.order.coordinates(number))
+                self.launch.ended[number // blocks.CLUSTER] += 1
             steps += self.launch.walks[number]
             before += 1
             yield from self.take(before, taken)
 
-    def zeros(self) -> Step:
-        """The warp that zeroes rows of dQ for a later block."""
+    def prepare(self) -> Step:
+        """A warp that does its share of a later block's rows."""
         launch, before = self.launch, 0
         taken = [NONE]
         yield from self.take(before, taken)
@@ -168,8 +214,23 @@ class Threads:
             target = number + launch.order.lag()
             yield lambda: True
             if target < launch.order.num_long():
-                launch.zero.add(launch.order.coordinates(target))
-            launch.clusters[number // blocks.ZEROS_CLUSTER] += 1
+                place = launch.order.coordinates(target)
+                launch.ready[place] = launch.ready.get(place, 0) + 1
+            launch.prepared[number // blocks.CLUSTER] += 1
+            before += 1
+            yield from self.take(before, taken)
+
+    def finish(self) -> Step:
+        """A warp that finishes an earlier block's rows."""
+        launch, before = self.launch, 0
+        taken = [NONE]
+        yield from self.take(before, taken)
+        while (number := taken[0]) != NONE:
+            assert launch.order is not None
+            target = number - launch.order.delay()
+            if 0 <= target < launch.order.num_long():
+                yield launch.have_ended(target)
+                launch.finish(target)
             before += 1
             yield from self.take(before, taken)
 
@@ -219,46 +280,81 @@ def test_keys_that_do_not_wait_are_overwritten() -> None:
             simulate([1] * 9, 1, seed, unsafe=True)
 
 
-ORDERS = [(21, 3, 2, 2, 3), (40, 2, 1, 1, 8), (9, 4, 3, 8, 1), (5, 2, 2, 2, 9), (30, 1, 3, 4, 0)]
+def test_a_quick_end_waits_for_neither_dq_nor_copies() -> None:
+    for seed, (walks, places) in itertools.product(range(12), WALKS):
+        done = run(Launch(walks, quick=True), places, seed)
+        assert sorted(done) == [(number, wg) for number in range(len(walks)) for wg in (0, 1)]
+
+
+ORDERS = [
+    (21, 3, 2, 2, (3, True)), (40, 2, 1, 1, (8, True)), (9, 4, 3, 8, (1, True)),
+    (5, 2, 2, 2, (9, True)), (30, 1, 3, 4, (0, True)), (12, 3, 2, 2, (None, True)),
+    (16, 2, 2, 1, (None, True)), (12, 3, 2, 2, (None, False)), (33, 2, 1, 1, (None, False)),
+]  # fmt: skip
+"""Blocks of a head, heads, batches, heads of a section, bounds of the mask."""
+
+
+def order_of(sizes: tuple) -> tuple[blocks.KeyOrder, int]:
+    num_blocks, heads, batches, section, bounds = sizes
+    order = blocks.key_order((num_blocks, heads, batches), section, bounds)
+    return order, num_blocks * heads * batches
 
 
 @pytest.mark.parametrize("sizes", ORDERS)
-def test_a_window_s_order_has_every_block_once_and_short_walks_last(sizes: tuple) -> None:
-    num_blocks, heads, batches, section, span = sizes
-    order = blocks.key_order((num_blocks, heads, batches), section, span)
-    total = num_blocks * heads * batches
+def test_an_order_has_every_block_once_and_short_walks_last(sizes: tuple) -> None:
+    num_blocks, heads, batches, _, (span, _) = sizes
+    order, total = order_of(sizes)
     found = [order.coordinates(number) for number in range(total)]
     assert sorted(found) == [
         (b, h, n) for b in range(num_blocks) for h in range(heads) for n in range(batches)
     ]
-    short = [block >= num_blocks - span for block, _, _ in found]
-    assert short == sorted(short) and sum(short) == min(span, num_blocks) * heads * batches
-    assert all(
-        order.zeroed_before(*place) for place, late in zip(found, short, strict=True) if late
-    )
+    short = [span is not None and block >= num_blocks - span for block, _, _ in found]
+    assert short == sorted(short)
+    assert sum(short) == min(span or 0, num_blocks) * heads * batches
+    for place, late in zip(found, short, strict=True):
+        if late:
+            assert order.prepared_before(*place) and order.finished_after(*place)
 
 
 @pytest.mark.parametrize("sizes", ORDERS)
 @pytest.mark.parametrize("ahead", [16, 20])
-def test_nobody_adds_to_dq_before_it_is_zero(
-    sizes: tuple, ahead: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("finishes", [False, True])
+def test_nobody_adds_to_rows_too_early_or_finishes_them_too_early(
+    sizes: tuple, ahead: int, finishes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few blocks of keys between one and the one that zeroes for it."""
-    monkeypatch.setattr(blocks, "ZEROS_AHEAD", ahead)
-    num_blocks, heads, batches, section, span = sizes
-    order = blocks.key_order((num_blocks, heads, batches), section, span)
+    """With few blocks of keys between one and the one that works for it. Rows are prepared and
+    finished once, in the main kernel or beside it."""
+    monkeypatch.setattr(blocks, "AHEAD", ahead)
+    order, total = order_of(sizes)
     for seed in range(4):
-        walks = [1 + number % 2 for number in range(num_blocks * heads * batches)]
-        done = run(Launch(walks, order), 7, seed)
-        assert sorted(done) == [(number, wg) for number in range(len(walks)) for wg in (0, 1)]
+        walks = [1 + number % 2 for number in range(total)]
+        launch = Launch(walks, order, quick=finishes, finishes=finishes)
+        done = run(launch, 7, seed)
+        assert sorted(done) == [(number, wg) for number in range(total) for wg in (0, 1)]
+        assert set(launch.ready.values()) == {PREPARING} and len(launch.ready) == total
+        if finishes:
+            places = map(order.coordinates, range(total))
+            rest = [place for place in places if order.finished_after(*place)]
+            assert len(launch.finished) + len(rest) == total
+            assert len({*launch.finished, *rest}) == total
 
 
-def test_who_does_not_wait_for_zeros_adds_to_what_is_not_zero(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("finishes", [False, True])
+def test_who_does_not_wait_meets_rows_that_are_not_ready(
+    finishes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulation can fail."""
-    monkeypatch.setattr(blocks, "ZEROS_AHEAD", 16)
-    order = blocks.key_order((40, 2, 1), 1, 2)
+    monkeypatch.setattr(blocks, "AHEAD", 16)
+    order = blocks.key_order((40, 2, 1), 1, (2, True))
     with pytest.raises(AssertionError):
         for seed in range(10):
-            run(Launch([1] * 80, order, unsafe=True), 30, seed)
+            run(Launch([1] * 80, order, True, finishes=finishes), 30, seed)
+
+
+def test_counters_have_room() -> None:
+    """Clusters prepared and ended, beside the queue's word: a word a tile of queries and head, and
+    a row of heads more."""
+    for block_q, rows, heads, group in itertools.product((64, 128), (1, 64, 200), (1, 3), (1, 4)):
+        order = blocks.key_order((-(-rows // 128), heads, 1), 1, (None, True))
+        words = (-(-rows // block_q) + 1) * heads * group
+        assert 2 * order.num_clusters() <= words

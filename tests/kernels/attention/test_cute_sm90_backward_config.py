@@ -161,7 +161,7 @@ def test_persistent_blocks_where_they_measured_faster(
     config, traits = cfg.backward_config(problem, H200), cfg.backward_traits(problem)
     assert cfg.is_persistent(config) == persistent == cfg.is_overlapped(config)
     window = "window_left" in change and problem.causal and persistent
-    assert cfg.is_short_last(config) == window and cfg.is_zeroing(config) == zeros
+    assert cfg.is_ordered(config) == window and cfg.is_zeroing(config) == zeros
     if isinstance(config, cfg.BackwardConfig):
         assert cfg.why_invalid(config, traits) is None
         assert config.persistent == (H200.num_units if persistent else 0)
@@ -192,7 +192,7 @@ def test_short_sequences_have_persistent_blocks(
     problem = replace(BASE, head_dim=dim, head_dim_v=dim, **lengths, **change)
     config = cfg.backward_config(problem, H200)
     assert cfg.is_persistent(config) == short == cfg.persists_when_short(problem)
-    assert not cfg.is_overlapped(config) and not cfg.is_short_last(config)
+    assert not cfg.is_overlapped(config) and not cfg.is_ordered(config)
     assert isinstance(config, cfg.BackwardConfig)
     assert cfg.why_invalid(config, cfg.backward_traits(problem)) is None
 
@@ -220,9 +220,12 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
     for config in (
         cfg.BackwardConfig(block_q=64, dq_parts=2),
         cfg.BackwardConfig(block_q=64, dq_parts=2, helpers=True, other_registers=72),
+        cfg.BackwardConfig(
+            block_q=64, dq_parts=2, helpers=True, other_registers=64, results_behind=True
+        ),
     ):
         other, keys = cfg.registers(config)
-        helpers = cfg.HELPER_REGISTERS if config.helpers else 0
+        helpers = cfg.helper_registers(config)
         warpgroups = 4 if config.helpers else 3
         at_launch = cfg.REGISTER_FILE // (128 * warpgroups) // 8 * 8 * warpgroups
         assert at_launch - 16 < other + 2 * keys + helpers <= at_launch
@@ -238,12 +241,19 @@ def test_registers_add_up_to_what_a_block_is_launched_with() -> None:
         ({}, {"seqused": True}, "persistent needs helpers and dense"),
         ({}, {"deterministic": True, "causal": False}, "persistent in turns"),
         ({"stages": 4}, {}, "shared memory"),
-        ({"short_last": True}, {}, "short_last needs"),
-        ({"short_last": True}, {"window_left": 9}, None),
-        ({"short_last": True, "persistent": 0}, {"window_left": 9}, "short_last needs"),
-        ({"short_last": True}, {"window_left": 9, "deterministic": True}, "short_last needs"),
+        ({"ordered": True}, {}, None),
+        ({"ordered": True}, {"window_left": 9}, None),
+        ({"ordered": True}, {"causal": False}, None),
+        ({"ordered": True}, {"causal": False, "window_left": 9}, "ordered needs a window"),
+        ({"ordered": True, "persistent": 0}, {"window_left": 9}, "ordered needs persistent"),
+        ({"ordered": True}, {"window_left": 9, "deterministic": True}, "ordered needs persistent"),
         ({"zeros_ahead": True}, {"window_left": 9}, "zeros_ahead needs"),
-        ({"zeros_ahead": True, "short_last": True}, {"window_left": 9}, None),
+        ({"zeros_ahead": True, "ordered": True}, {"window_left": 9}, None),
+        ({"statistics_ahead": True, "ordered": True}, {}, "need zeros_ahead"),
+        ({"results_behind": True, "ordered": True}, {}, "need zeros_ahead"),
+        ({"quick_end": True}, {"deterministic": True}, None),
+        ({"quick_end": True}, {"head_dim_v": 64}, "quick_end needs one head dim"),
+        ({"polynomial_every": -1}, {}, "polynomial_every must"),
     ],
 )
 def test_persistent_blocks_only_where_they_are_right(
@@ -253,3 +263,29 @@ def test_persistent_blocks_only_where_they_are_right(
     tile = {"helpers": True, "other_registers": 72, "persistent": 132, **change}
     found = cfg.why_invalid(cfg.BackwardConfig(block_q=64, dq_parts=2, **tile), traits)
     assert (found is None) if why is None else (why in (found or ""))
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"causal": True, "window_left": 9}, True),
+        ({"window_left": 9}, False),
+        ({"window_right": 0}, False),
+        ({"causal": True, "seqlen_k": 8192}, False),
+        ({"causal": True, "varlen": True}, False),
+        ({"causal": True, "seqused": True}, False),
+        ({"causal": True, "deterministic": True}, False),
+    ],
+)
+def test_rows_are_prepared_ahead_only_where_the_order_says_who_meets_them(
+    change: dict, possible: bool
+) -> None:
+    problem = replace(BASE, **{"seqlen_q": 4096, "seqlen_k": 4096, **change})
+    config = cfg.BackwardConfig(block_q=64, dq_parts=2)
+    found = cfg.prepared_ahead(config, problem, H200)
+    assert (found is not None) == possible
+    if found is not None:
+        assert cfg.why_invalid(found, cfg.backward_traits(problem)) is None
+        assert sum(cfg.ahead_warps(found)) == 3 and cfg.helper_registers(found) == 32

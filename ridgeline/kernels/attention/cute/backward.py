@@ -23,6 +23,8 @@ B.1; the operand swap and the reduced dQ are described in the FlashAttention-3 r
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -34,6 +36,7 @@ from ridgeline.kernels.attention.cute.backward_queries import TURN_STAGES, Queri
 from ridgeline.kernels.attention.cute.backward_rows import (
     THREADS,
     Rows,
+    RowTensors,
     Tiles,
     packed_sequence,
 )
@@ -56,9 +59,10 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
     ROW_STATISTICS,
     BackwardConfig,
     BackwardTraits,
+    ahead_warps,
+    is_ordered,
     is_overlapped,
     is_persistent,
-    is_short_last,
     is_zeroing,
     keys_per_block,
     registers,
@@ -66,8 +70,8 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
 
 KV_STAGES = 2
 """Of K and V, where a block of threads has several blocks of keys."""
-RECORD_STAGES = 2
-RECORD_BARRIERS = 2 * RECORD_STAGES
+RECORD_WORDS = 4
+"""A number and its place: block, head, batch."""
 
 
 class Backward:
@@ -87,6 +91,8 @@ class Backward:
         self.keys = Keys(traits, config)
         self.rows = Rows(traits, config)
         self.kv_stages = KV_STAGES if is_persistent(config) else 1
+        # Those who work for later and earlier blocks may fall behind a little.
+        self.record_stages, self.record_words = (4, RECORD_WORDS) if config.quick_end else (2, 1)
         self.overlapped = is_overlapped(config)
         # In turns, blocks of a bounded mask add from the last keys to the first, and so they start:
         # then whatever is waited for has started before.
@@ -135,16 +141,20 @@ class Backward:
         by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
         by_row = (1, 0) if packed else (2, 1, 0)
         mO, mdO, mdQ = (modes(x, by_token) for x in (o, dout, dq))
+        rows = RowTensors(mO, mdO, modes(lse, by_row), modes(dlse, by_row), has_dlse, mdQ)
         lengths = Lengths(q.shape[0 if packed else 1], k.shape[0 if packed else 1],
                           cu_seqlens_q, cu_seqlens_k, seqused_k, seqused_q)  # fmt: skip
         num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         block_q, block_k = self.config.block_q, keys_per_block(self.config)
         num_blocks = (longest_q + block_q - 1) // block_q
         order = None
-        if cutlass.const_expr(is_short_last(self.config)):
+        if cutlass.const_expr(is_ordered(self.config)):
             sizes = (longest_k + block_k - 1) // block_k, k.shape[2], num_batches
-            span = window_span(window_left, block_k)
-            order = key_order(sizes, heads_per_section, span, DeviceInteger)
+            span = None
+            if cutlass.const_expr(self.traits.has_left):
+                span = window_span(window_left, block_k)
+            bounds = span, self.traits.has_right
+            order = key_order(sizes, heads_per_section, bounds, DeviceInteger)
         tiles = Tiles(lengths, num_blocks, num_batches if packed else None, order)
         grid = (num_blocks, mdQ.shape[2], num_batches)
         rest = None
@@ -152,14 +162,13 @@ class Backward:
             grid = (q.shape[0] // block_q + num_batches, mdQ.shape[2], 1)
             if cutlass.const_expr(not self.traits.seqused):
                 rest = (dq, dk, dv)
-        mLSE, mdLSE = modes(lse, by_row), modes(dlse, by_row)
-        self.rows.before(
-            mO, mdO, mLSE, mdLSE, has_dlse, statistics, dq_sum, turns, tiles, rest
-        ).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        self.rows.before(rows, statistics, dq_sum, turns, tiles, rest).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream
+        )
         layouts = self._layouts()
         tensors = self._globals(
             [modes(x, by_token) for x in (q, dout, k, v, dk, dv)],
-            (statistics, dq_sum, turns, tiles),
+            (statistics, dq_sum, turns, tiles, rows if is_zeroing(self.config) else None),
             (longest_k + block_k - 1) // block_k,
             num_batches,
             layouts,
@@ -224,7 +233,7 @@ class Backward:
             views["tma_" + name.lower()] = atom
             views["m" + name] = view
         dk, dv = tensors[4:]
-        statistics, dq_sum, turns, tiles = buffers
+        statistics, dq_sum, turns, tiles, rows = buffers
         return Globals(
             mdK_plain=dk,
             mdV_plain=dv,
@@ -232,6 +241,7 @@ class Backward:
             dq_sum=dq_sum,
             turns=turns,
             tiles=tiles,
+            rows=rows,
             num_key_blocks=num_key_blocks,
             num_batches=num_batches,
             **views,
@@ -268,14 +278,7 @@ class Backward:
     def kernel(self, tensors: Globals, scalars: Scalars, layouts: Layouts):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._shared(layouts)
-        if warp_index == 0:
-            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
-                cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(tensors.tma_dk)
-            cpasync.prefetch_descriptor(tensors.tma_dv)
-            if cute.arch.lane_idx() == 0:
-                self._init_barriers(shared)
-            cute.arch.mbarrier_init_fence()
+        self._begin(tensors, shared)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
@@ -301,6 +304,18 @@ class Backward:
             if self._exists(work):
                 wg = warp_index // 4 - self.others
                 self.keys.own_keys(tensors, scalars, shared, work, wg)
+
+    @cute.jit
+    def _begin(self, tensors: Globals, shared: Any):
+        """The first warp: descriptors and barriers; all meet afterwards."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
+                cpasync.prefetch_descriptor(atom)
+            cpasync.prefetch_descriptor(tensors.tma_dk)
+            cpasync.prefetch_descriptor(tensors.tma_dv)
+            if cute.arch.lane_idx() == 0:
+                self._init_barriers(shared)
+            cute.arch.mbarrier_init_fence()
 
     def _exists(self, work: Work):
         """False for blocks behind the end of a sequence shorter than the longest."""
@@ -338,18 +353,30 @@ class Backward:
     @cute.jit
     def _work_of(self, tensors: Globals, scalars: Scalars, index: Int32) -> Work:
         """Of a block of keys by its number."""
+        return self._work_at(tensors, scalars, *self._place(tensors, scalars, index))
+
+    @cute.jit
+    def _place(self, tensors: Globals, scalars: Scalars, index: Int32):
+        """(block, head, batch) of a number."""
         block, head, batch = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(self.traits.varlen):
             num_blocks, block, head, batch = self._packed_block(tensors, scalars, index)
             if cutlass.const_expr(not self.last_keys_first):
                 block = num_blocks - 1 - block
-        elif cutlass.const_expr(is_short_last(self.config)):
+        elif cutlass.const_expr(is_ordered(self.config)):
             block, head, batch = tensors.tiles.order.coordinates(index, DeviceInteger)
         else:
             block, head, batch = self._order(tensors, scalars).coordinates(index, cutlass.min)
             if cutlass.const_expr(not self.last_keys_first):
                 # A causal mask leaves the first keys most work: they start first.
                 block = tensors.num_key_blocks - 1 - block
+        return block, head, batch
+
+    @cute.jit
+    def _work_at(
+        self, tensors: Globals, scalars: Scalars, block: Int32, head: Int32, batch: Int32
+    ) -> Work:
+        """Of a block of keys of a head."""
         down = None
         if cutlass.const_expr(self.last_keys_first and self.turned > 0):
             heads = tensors.mK.shape[2] * tensors.num_batches
@@ -390,7 +417,8 @@ class Backward:
         smem = SmemAllocator()
         num_barriers = 4 * cfg.stages + 2 * cfg.ds_stages
         num_barriers += 4 * TURN_STAGES
-        barriers = smem.allocate_array(Int64, num_barriers + 2 * self.kv_stages + RECORD_BARRIERS)
+        more = 2 * (self.kv_stages + self.record_stages)
+        barriers = smem.allocate_array(Int64, num_barriers + more)
         statistics = smem.allocate_tensor(
             Float32, cute.make_layout((ROW_STATISTICS * cfg.block_q, cfg.stages)), 128
         )
@@ -402,7 +430,8 @@ class Backward:
         sdS = tensor(layouts.ds)
         records = None
         if cutlass.const_expr(is_persistent(cfg)):
-            records = smem.allocate_tensor(Int32, cute.make_layout(RECORD_STAGES), 16)
+            words = self.record_stages * self.record_words
+            records = smem.allocate_tensor(Int32, cute.make_layout(words), 16)
         sdQ = None
         if cutlass.const_expr(cfg.dq_bulk):
             words = cfg.block_q * self.traits.head_dim // self.config.dq_parts
@@ -425,7 +454,7 @@ class Backward:
             turn_ring=Ring(barriers + num_barriers - 4 * TURN_STAGES, TURN_STAGES),
             added_ring=Ring(barriers + num_barriers - 2 * TURN_STAGES, TURN_STAGES),
             kv_ring=Ring(barriers + num_barriers, self.kv_stages),
-            record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, RECORD_STAGES),
+            record_ring=Ring(barriers + num_barriers + 2 * self.kv_stages, self.record_stages),
             sRecord=records,
         )
 
@@ -437,7 +466,9 @@ class Backward:
         shared.ds_ring.init(key_warps, 4)
         shared.turn_ring.init(1, 4)
         shared.added_ring.init(4, 1)
-        shared.kv_ring.init(1, self.wgs)
+        # Whose dK and dV leave through K and V says when they have, one a warpgroup; else whoever
+        # has read K or V, dQ's warpgroup among them, one a warp.
+        shared.kv_ring.init(1, key_warps + 4 if self.config.quick_end else self.wgs)
         if cutlass.const_expr(is_persistent(self.config)):
-            helping = 2 if self.traits.deterministic else int(is_zeroing(self.config))
+            helping = 2 if self.traits.deterministic else sum(ahead_warps(self.config))
             shared.record_ring.init(1, key_warps + 4 + helping)

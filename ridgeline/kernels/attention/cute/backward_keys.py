@@ -40,10 +40,10 @@ from ridgeline.kernels.attention.cute.mainloop import (
     group_barrier,
     release,
 )
-from ridgeline.kernels.attention.cute.mask import TransposedMask
+from ridgeline.kernels.attention.cute.mask import TransposedMask, transposed_mask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.seqlens import tokens_of
-from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows
+from ridgeline.kernels.attention.cute.tails import clear_rows, store_rows, store_stripe
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     KEYS,
     BackwardConfig,
@@ -87,12 +87,12 @@ class Keys:
     def own_keys(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, wg: Int32):
         """A warpgroup's 64 keys: the walk over all queries, then dK and dV out."""
         c = self._key_owner(scalars, shared, work, wg)
-        mask = self._mask(scalars, work, wg)
+        first_key = (work.block * self.wgs + wg) * KEYS
+        mask = transposed_mask(self.traits, scalars, first_key, work.extent)
         num_steps = work.num_steps()
         c.dK.fill(0.0)
         c.dV.fill(0.0)
         shared.kv_ring.wait_full(work.before)
-        first_key = (work.block * self.wgs + wg) * KEYS
         piece = kv_piece(shared, work, wg, self.wgs)
         self._clear_rows(shared.sK[None, None, piece], first_key, work.extent.seqlen_k, wg)
         self._clear_rows(shared.sV[None, None, piece], first_key, work.extent.seqlen_k, wg)
@@ -180,19 +180,6 @@ class Keys:
         )
 
     @cute.jit
-    def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> TransposedMask:
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        first = (work.block * self.wgs + wg) * KEYS
-        return TransposedMask(
-            key=first + thread // 32 * 16 + thread % 32 // 4,
-            lane_column=2 * (thread % 4),
-            seqlen_k=work.extent.seqlen_k,
-            shift=work.extent.seqlen_k - work.extent.seqlen_q,
-            left=scalars.window_left if self.traits.has_left else None,
-            right=scalars.window_right if self.traits.has_right else None,
-        )
-
-    @cute.jit
     def _issue_scores(self, c: KeyOwner, shared: Shared, step: Int32):
         stage = shared.q_ring.stage(step)
         multiply(self.products.scores(), c.S, c.tK, c.tQ[None, None, None, stage], True)
@@ -247,9 +234,17 @@ class Keys:
             pair = statistics_pair(statistics, first_column + column)
             for half in cutlass.range_constexpr(2):
                 e = column // 2 + 2 * half
-                low = ptx.exp2(ptx.fma(scores[e], c.scale_log2, pair[0]))
-                high = ptx.exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]))
+                low = self._exp2(ptx.fma(scores[e], c.scale_log2, pair[0]), e // 2)
+                high = self._exp2(ptx.fma(scores[e + 1], c.scale_log2, pair[1]), e // 2)
                 packed[e // 2] = ptx.pack(low, high, self.dtype)
+
+    def _exp2(self, x: Float32, pair: int) -> Float32:
+        """Of a pair of probabilities: some on the units that multiply, as the special function unit
+        takes eight clocks a warp for each."""
+        every = self.config.polynomial_every
+        if every and pair % every == 0:
+            return ptx.exp2_by_polynomial(x, 3 if self.traits.dtype == "bfloat16" else 4)
+        return ptx.exp2(x)
 
     def _needs_mask(self, work: Work, block: Int32, wg: Int32):
         behind = (work.block * self.wgs + wg + 1) * KEYS > work.extent.seqlen_k
@@ -311,11 +306,14 @@ class Keys:
         self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work, c: KeyOwner,
         num_steps: Int32,
     ):  # fmt: skip
-        """dV through the warpgroup's own V, dK through its K once dQ no longer needs that."""
+        """dV through the warpgroup's own V, dK through its K once dQ no longer needs that; or both
+        through V, row by row."""
         dK = flat(c.dK)
         for e in cutlass.range_constexpr(cute.size(dK)):
             dK[e] = dK[e] * scalars.softmax_scale
-        if cutlass.const_expr(self.traits.varlen):
+        if cutlass.const_expr(self.config.quick_end):
+            self._store_quickly(tensors, shared, work, c)
+        elif cutlass.const_expr(self.traits.varlen):
             if (work.block * self.wgs + c.wg + 1) * KEYS <= work.extent.seqlen_k:
                 self._store_whole(tensors, shared, work, c, num_steps)
             else:
@@ -362,6 +360,25 @@ class Keys:
             in_shared, in_global = tma_pair(atom, target, g)
             cute.copy(atom, in_shared, in_global)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_quickly(self, tensors: Globals, shared: Shared, work: Work, c: KeyOwner):
+        """Each warp its 16 rows, through V of its own warpgroup, which nobody else reads: no other
+        wait than for the products of the four warps."""
+        sV = shared.sV[None, None, kv_piece(shared, work, c.wg, self.wgs)]
+        group_barrier(c.wg)
+        for values, m, dim in (
+            (c.dV, tensors.mdV_plain, self.traits.head_dim_v),
+            (c.dK, tensors.mdK_plain, self.traits.head_dim),
+        ):
+            extent = work.extent
+            rows = tokens_of(m, work.kv_head, work.batch, extent.offset_k, self.traits.varlen)
+            first_row = (work.block * self.wgs + c.wg) * KEYS
+            store_stripe(self.products.sums(dim), values, sV, (rows, first_row, extent.seqlen_k))
+        if cutlass.const_expr(self.config.persistent > 0):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            release(shared.kv_ring, work.before)
 
     @cute.jit
     def _store_rows(self, values: cute.Tensor, m: cute.Tensor, work: Work, wg: Int32):

@@ -13,7 +13,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ridgeline.kernels.attention.cute import ptx
-from ridgeline.kernels.attention.cute.backward_rows import clear
 from ridgeline.kernels.attention.cute.backward_types import (
     Globals,
     Products,
@@ -22,7 +21,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     Work,
     kv_piece,
 )
-from ridgeline.kernels.attention.cute.blocks import ZEROS_CLUSTER, Walk, turn
+from ridgeline.kernels.attention.cute.blocks import Walk, turn
 from ridgeline.kernels.attention.cute.forward import DeviceInteger, tma_pair
 from ridgeline.kernels.attention.cute.mainloop import DTYPES, flat, release
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
@@ -60,7 +59,7 @@ class Queries:
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 self._load_keys(tensors, shared, work)
-        self._await_before()
+        self.await_before()
         if cutlass.const_expr(not helpers):
             if warp_index == 0:
                 for i in cutlass.range_constexpr(self.config.stages):
@@ -92,12 +91,14 @@ class Queries:
                 if warp_index == 0:
                     if step + self.config.stages < num_steps:
                         self._load_queries(tensors, shared, work, step + self.config.stages)
+        if cutlass.const_expr(self.config.quick_end and self.config.persistent > 0):
+            release(shared.kv_ring, work.before)  # dQ was the last to read K
         if cutlass.const_expr(self.config.dq_bulk):
             if warp_index == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def _await_before(self):
+    def await_before(self):
         """Until the kernel before this one has ended: its statistics and zeros are there."""
         if cutlass.const_expr(self.config.overlapped):
             cute.arch.griddepcontrol_wait()
@@ -127,51 +128,14 @@ class Queries:
     def load(self, tensors: Globals, shared: Shared, work: Work):
         """A warp: K and V, then Q and dO of every step as room is made."""
         self._load_keys(tensors, shared, work)
-        self._await_before()
+        self.await_before()
         for step in cutlass.range(work.num_steps(), unroll=1):
             self._load_queries(tensors, shared, work, step)
 
     @cute.jit
-    def zero_ahead(self, tensors: Globals, number: Int32):
-        """A warp: zeros in the rows of dQ that belong to the keys of a later block."""
-        order = tensors.tiles.order
-        target = number + order.lag()
-        if target < order.num_long():
-            block, kv_head, batch = order.coordinates(target, DeviceInteger)
-            group = tensors.mQ.shape[2] // tensors.mK.shape[2]
-            parts = keys_per_block(self.config) // self.config.block_q
-            for member in cutlass.range(group, unroll=1):
-                for part in cutlass.range_constexpr(parts):
-                    tile = block * parts + part
-                    if tile < tensors.tiles.num_blocks:
-                        row = batch * tensors.tiles.num_blocks + tile
-                        sums = tensors.dq_sum[row, kv_head * group + member, None]
-                        clear(sums, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            # Cumulative: the other lanes' stores come before it too.
-            cute.arch.fence_acq_rel_gpu()
-            counter = tensors.turns.iterator + number // ZEROS_CLUSTER
-            cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-
-    @cute.jit
-    def await_zeros(self, tensors: Globals, number: Int32):
-        """A warp: until the rows of dQ that a block adds to are zero."""
-        self._await_before()
-        begin, end = tensors.tiles.order.zeroed(number, DeviceInteger)
-        cluster = begin + cute.arch.lane_idx()
-        while cluster < end:
-            counter = tensors.turns.iterator + cluster
-            done = ptx.load_acquire(counter)
-            while done != ZEROS_CLUSTER:
-                done = ptx.load_acquire(counter)
-            cluster += cute.arch.WARP_SIZE
-        cute.arch.sync_warp()
-
-    @cute.jit
     def poll_turns(self, tensors: Globals, scalars: Scalars, shared: Shared, work: Work):
         """A warp: says when each step's turn has come."""
-        self._await_before()
+        self.await_before()
         for step in cutlass.range(work.num_steps(), unroll=1):
             shared.turn_ring.wait_empty(work.position(step))
             if cute.arch.lane_idx() == 0:

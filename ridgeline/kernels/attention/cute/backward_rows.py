@@ -32,6 +32,8 @@ from ridgeline.kernels.attention.cute.softmax import LOG2_E
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
     BackwardConfig,
     BackwardTraits,
+    is_finishing,
+    is_measuring,
     is_overlapped,
     is_zeroing,
     keys_per_block,
@@ -41,6 +43,8 @@ from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
 THREADS = 256
 VECTOR = 8
 """16-bit elements of a 16-byte access."""
+WORDS = 16
+"""fp32 words of dQ that a thread rounds at a time: 8 columns of two rows."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,22 @@ class Tiles:
         return block, batch
 
 
+@dataclass(frozen=True)
+class RowTensors:
+    """What the rows' statistics are worked out from, and where dQ goes."""
+
+    mO: cute.Tensor
+    """[S, V, H, B]; packed calls have no B mode."""
+    mdO: cute.Tensor
+    mLSE: cute.Tensor
+    """[S, H, B]"""
+    mdLSE: cute.Tensor
+    has_dlse: Int32
+    """Whether mdLSE is read."""
+    mdQ: cute.Tensor
+    """[S, D, H, B]"""
+
+
 class Rows:
     """Both kernels for one (traits, config)."""
 
@@ -80,24 +100,17 @@ class Rows:
         self.block_q = config.block_q
         self.dtype = DTYPES[traits.dtype]
         self.overlapped = is_overlapped(config)
-        self.block_k, self.zeroing = keys_per_block(config), is_zeroing(config)
+        self.parts = keys_per_block(config) // config.block_q
+        self.zeroing = is_zeroing(config)
+        self.measuring, self.finishing = is_measuring(config), is_finishing(config)
 
     @cute.kernel
     def before(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: cute.Tensor,
-        has_dlse: Int32,
-        statistics: cute.Tensor,
-        dq_sum: cute.Tensor,
-        turns,
-        tiles: Tiles,
+        self, rows: RowTensors, statistics: cute.Tensor, dq_sum: cute.Tensor, turns, tiles: Tiles,
         rest,
-    ):
-        """mO, mdO [S, V, H, B]; mLSE, mdLSE [S, H, B]; statistics [tiles, H, 2 block_q]; rest: dq,
-        dk and dv of packed sequences, whose rows behind the last are cleared."""
+    ):  # fmt: skip
+        """statistics [tiles, H, 2 block_q]; rest: dq, dk and dv of packed sequences, whose rows
+        behind the last are cleared."""
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
         block, batch = tiles.place(block, batch, self.block_q)
@@ -106,43 +119,23 @@ class Rows:
         extent = tiles.lengths.extent(batch)
         if block * self.block_q < extent.seqlen_q:
             tile = tiles.first(extent, batch, self.block_q) + block
-            packed = self.traits.varlen
-            gO = tokens_of(mO, head, batch, extent.offset_q, packed)
-            gdO = tokens_of(mdO, head, batch, extent.offset_q, packed)
-            lanes = _lanes(self.traits.head_dim_v)
-            lane, row_in_pass = thread % lanes, thread // lanes
-            rows = THREADS // lanes
-            for p in cutlass.range_constexpr((self.block_q + rows - 1) // rows):
-                row = p * rows + row_in_pass
-                query = block * self.block_q + row
-                total = Float32(0.0)
-                if (query < extent.seqlen_q) & (lane * VECTOR < mO.shape[1]):
-                    total = _dot(gO, gdO, query, lane)
-                for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-                    total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-                if (lane == 0) & (row < self.block_q):
-                    minus_lse = Float32(MINUS_INFINITY)
-                    if query < extent.seqlen_q:
-                        token = _row_of(extent, query, packed)
-                        lse = _row_value(mLSE, token, head, batch, packed)
-                        dead = lse == MINUS_INFINITY
-                        minus_lse = cutlass.select_(
-                            dead, Float32(MINUS_INFINITY), -lse * Float32(LOG2_E)
-                        )
-                        if has_dlse != 0:
-                            total -= _row_value(mdLSE, token, head, batch, packed)
-                    statistics[tile, head, row] = minus_lse
-                    statistics[tile, head, self.block_q + row] = total
-            if cutlass.const_expr(turns is not None):
-                if thread == 0:
-                    turns[tile, head, 0] = Int32(0)
-                    if (tile == 0) & (head == 0):  # the queue of persistent blocks
-                        turns[turns.shape[0] - 1, 0, 0] = Int32(0)
+            mine = Int32(1) == 1
             if cutlass.const_expr(self.zeroing):
-                # What the main kernel does not zero.
-                order, parts = tiles.order, self.block_k // self.block_q
-                kv_head = head * order.num_heads // mO.shape[2]
-                if order.zeroed_before(block // parts, kv_head, batch, DeviceInteger):
+                # What the main kernel does not prepare.
+                kv_head = head * tiles.order.num_heads // rows.mO.shape[2]
+                place = block // self.parts, kv_head, batch
+                mine = tiles.order.prepared_before(*place, DeviceInteger)
+            if cutlass.const_expr(self.measuring):
+                if mine:
+                    self._statistics(
+                        rows, (head, batch, extent), block, statistics[tile, head, None]
+                    )
+            else:
+                self._statistics(rows, (head, batch, extent), block, statistics[tile, head, None])
+            if cutlass.const_expr(turns is not None):
+                self._reset_counters(turns, (tile, head), thread)
+            if cutlass.const_expr(self.zeroing):
+                if mine:
                     clear(dq_sum[tile, head, None], thread, THREADS)
             else:
                 clear(dq_sum[tile, head, None], thread, THREADS)
@@ -156,6 +149,34 @@ class Rows:
             for tensor, ends in ((dq, starts[0]), (dk, starts[1]), (dv, starts[1])):
                 clear_rest(tensor, ends[tiles.num_batches], worker, workers)
 
+    @cute.jit
+    def _statistics(self, rows: RowTensors, place: tuple, block: Int32, statistics: cute.Tensor):
+        """Of a block's rows, by all threads; place: head, batch, extent."""
+        thread, _, _ = cute.arch.thread_idx()
+        lanes = row_lanes(self.traits.head_dim_v)
+        lane, row_in_pass = thread % lanes, thread // lanes
+        at_once = THREADS // lanes
+        for p in cutlass.range_constexpr((self.block_q + at_once - 1) // at_once):
+            row = p * at_once + row_in_pass
+            query = block * self.block_q + row
+            row_statistics(
+                rows, (*place, self.traits.varlen), query, row < self.block_q, (lane, lanes),
+                (statistics, row, self.block_q),
+            )  # fmt: skip
+
+    @cute.jit
+    def _reset_counters(self, turns: cute.Tensor, place: tuple, thread: Int32):
+        """Those of a tile; with the first tile's the queue of persistent blocks, and the words
+        between, as a call of one tile has more counters than tiles."""
+        tile, head = place
+        if thread == 0:
+            turns[tile, head, 0] = Int32(0)
+            if cutlass.const_expr(self.finishing):
+                if tile == 0:
+                    turns[turns.shape[0] - 2, head, 0] = Int32(0)
+            if (tile == 0) & (head == 0):
+                turns[turns.shape[0] - 1, 0, 0] = Int32(0)
+
     @cute.kernel
     def after(self, dq_sum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, tiles: Tiles):
         """mdQ [S, D, H, B]; dq_sum [tiles, H, block_q * D]."""
@@ -168,7 +189,12 @@ class Rows:
         extent = tiles.lengths.extent(batch)
         if cutlass.const_expr(self.overlapped):
             cute.arch.griddepcontrol_wait()
-        if block * self.block_q < extent.seqlen_q:
+        mine = block * self.block_q < extent.seqlen_q
+        if cutlass.const_expr(self.finishing):
+            kv_head = head * tiles.order.num_heads // mdQ.shape[2]
+            place = block // self.parts, kv_head, batch
+            mine = mine & tiles.order.finished_after(*place, DeviceInteger)
+        if mine:
             tile = tiles.first(extent, batch, self.block_q) + block
             gdQ = tokens_of(mdQ, head, batch, extent.offset_q, self.traits.varlen)
             columns = self.traits.head_dim // VECTOR
@@ -176,19 +202,54 @@ class Rows:
             for chunk in cutlass.range(thread, self.block_q // 2 * columns, THREADS, unroll=1):
                 quad, column = chunk // columns, chunk % columns
                 atom, quad_in_atom = quad // 32, quad % 32
-                words = cute.make_rmem_tensor(cute.make_layout(16), Float32)
-                start = (atom * columns + column) * 512 + quad_in_atom * 16
-                cute.autovec_copy(_run(sums, start, 16), words)
+                words = cute.make_rmem_tensor(cute.make_layout(WORDS), Float32)
+                start = (atom * columns + column) * 512 + quad_in_atom * WORDS
+                cute.autovec_copy(run(sums, start, WORDS), words)
                 row = atom * 64 + quad_in_atom // 8 * 16 + quad_in_atom % 8
                 for half in cutlass.range_constexpr(2):
                     query = block * self.block_q + row + 8 * half
                     if (query < extent.seqlen_q) & (column * VECTOR < mdQ.shape[1]):
-                        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.dtype)
-                        for e in cutlass.range_constexpr(VECTOR):
-                            word = words[e // 2 * 4 + 2 * half + e % 2]
-                            narrow[e] = (word * scale).to(self.dtype)
-                        target = _run(gdQ[query, None], column * VECTOR, VECTOR)
-                        cute.autovec_copy(narrow, target)
+                        rounded(words, gdQ[query, None], half, column, scale)
+
+
+@cute.jit
+def row_statistics(
+    rows: RowTensors, place: tuple, query: Int32, inside, lanes: tuple, target: tuple
+):
+    """-LSE log2(e) and delta of a row, by `lanes` neighbouring threads of a warp, all of whose
+    threads are here; nothing is written where not inside. place: head, batch, extent, packed;
+    lanes: this one, how many; target: the tile's statistics, the row in it, block_q."""
+    head, batch, extent, packed = place
+    lane, num_lanes = lanes
+    statistics, row, block_q = target
+    gO = tokens_of(rows.mO, head, batch, extent.offset_q, packed)
+    gdO = tokens_of(rows.mdO, head, batch, extent.offset_q, packed)
+    total, minus_lse = Float32(0.0), Float32(MINUS_INFINITY)
+    if query < extent.seqlen_q:
+        # First, so that it comes with the rows; every lane asks for the same word.
+        lse = _row_value(rows.mLSE, _row_of(extent, query, packed), head, batch, packed)
+        if lane * VECTOR < rows.mO.shape[1]:
+            total = _dot(gO, gdO, query, lane)
+        minus_lse = cutlass.select_(lse == MINUS_INFINITY, lse, -lse * Float32(LOG2_E))
+    for step in cutlass.range_constexpr(num_lanes.bit_length() - 1):
+        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+    if (lane == 0) & inside:
+        if (rows.has_dlse != 0) & (query < extent.seqlen_q):
+            token = _row_of(extent, query, packed)
+            total -= _row_value(rows.mdLSE, token, head, batch, packed)
+        statistics[row] = minus_lse
+        statistics[block_q + row] = total
+
+
+@cute.jit
+def rounded(words: cute.Tensor, row: cute.Tensor, half: cutlass.Constexpr[int], column, scale):
+    """One row's 8 columns of a quad's 16 words, scaled and rounded, to dQ's row; half: 0 the upper
+    row, 1 the one 8 further down; column: in pieces of 8."""
+    narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), row.element_type)
+    for e in cutlass.range_constexpr(VECTOR):
+        word = words[e // 2 * 4 + 2 * half + e % 2]
+        narrow[e] = (word * scale).to(row.element_type)
+    cute.autovec_copy(narrow, run(row, column * VECTOR, VECTOR))
 
 
 @cute.jit
@@ -214,10 +275,10 @@ def clear_rest(tensor: cute.Tensor, begin: Int32, worker: Int32, workers: Int32)
     for i in cutlass.range(worker, (rows - begin) * heads * pieces, workers, unroll=1):
         line = i // pieces
         row = tensor[begin + line // heads, line % heads, None]
-        cute.autovec_copy(zeros, _run(row, (i - line * pieces) * VECTOR, VECTOR))
+        cute.autovec_copy(zeros, run(row, (i - line * pieces) * VECTOR, VECTOR))
 
 
-def _lanes(head_dim: int) -> int:
+def row_lanes(head_dim: int) -> int:
     """Threads that share a row: a power of two."""
     lanes = 1
     while lanes * VECTOR < head_dim:
@@ -225,7 +286,7 @@ def _lanes(head_dim: int) -> int:
     return lanes
 
 
-def _run(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
+def run(tensor: cute.Tensor, start, length: int) -> cute.Tensor:
     """`length` neighbours of a contiguous tensor; start is a multiple of length."""
     return cute.local_tile(tensor, (length,), (start // length,))
 
@@ -235,8 +296,8 @@ def _dot(gO: cute.Tensor, gdO: cute.Tensor, query: Int32, lane: Int32) -> Float3
     """This lane's part of a row's product."""
     a = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
     b = cute.make_rmem_tensor(cute.make_layout(VECTOR), gO.element_type)
-    cute.autovec_copy(_run(gO[query, None], lane * VECTOR, VECTOR), a)
-    cute.autovec_copy(_run(gdO[query, None], lane * VECTOR, VECTOR), b)
+    cute.autovec_copy(run(gO[query, None], lane * VECTOR, VECTOR), a)
+    cute.autovec_copy(run(gdO[query, None], lane * VECTOR, VECTOR), b)
     total = Float32(0.0)
     for e in cutlass.range_constexpr(VECTOR):
         total += a[e].to(Float32) * b[e].to(Float32)
@@ -258,4 +319,4 @@ def clear(tensor: cute.Tensor, thread: Int32, threads: cutlass.Constexpr[int]):
     zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     zeros.fill(0.0)
     for i in cutlass.range(thread, cute.size(tensor) // 4, threads, unroll=1):
-        cute.autovec_copy(zeros, _run(tensor, i * 4, 4))
+        cute.autovec_copy(zeros, run(tensor, i * 4, 4))

@@ -61,6 +61,8 @@ class Globals:
     """int32 [tiles, H, 1] or None: blocks of keys that have added to a tile of dQ; the last row's
     first word counts the blocks of keys that persistent blocks have drawn."""
     tiles: Tiles
+    rows: Any
+    """RowTensors where the main kernel prepares or finishes rows, else None."""
     num_key_blocks: Int32
     num_batches: Int32
     tma_q: cute.CopyAtom
@@ -119,7 +121,8 @@ class Shared:
     """K and V; of a block of threads that has one block of keys, its first use."""
     record_ring: Any
     sRecord: Any
-    """int32 [stages]: numbers of blocks of keys, persistent; else None."""
+    """int32 [stages * words]: numbers of blocks of keys, persistent, and their places where
+    quick_end; else None."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 UNBOUNDED = 1 << 29
 """A window side that never cuts, small enough that sums of three stay inside int32."""
-ZEROS_CLUSTER = 16
-"""Blocks of keys whose zeros in dQ are counted together."""
+CLUSTER = 16
+"""Blocks of keys that are counted together."""
 LANES = 32
 """Of a warp."""
-ZEROS_AHEAD = 176
-"""Blocks of keys, beside a window's own, between one and the one that zeroes its dQ: more than run
-at once (132) and a cluster, so that nobody waits."""
+AHEAD = 176
+"""Blocks of keys, beside those whose rows meet its own, between one and the one that prepares or
+finishes its rows: more than run at once (132) and a cluster, so that nobody waits."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,18 @@ class Integer:
 
 @dataclass(frozen=True)
 class KeyOrder:
-    """The numbering of the backward's blocks of keys of a causal window.
+    """The numbering of the backward's blocks of keys, with as many queries as keys where it says
+    who works on whose rows.
 
-    Section of heads after section, inside it the first keys of all heads first, but for the last
-    `span` blocks of each head: their walks are shorter, so they come after all others and fill the
-    end, when some multiprocessors have run out of work.
+    Section of heads after section, inside it the first keys of all heads first (causal: the longest
+    walks). Of a causal window the last `span` blocks of each head have shorter walks: they come
+    after all others and fill the end, when some multiprocessors have run out of work.
 
-    With as many queries as keys, block n may also zero the rows of dQ of block n + lag, the queries
-    at its keys, for the blocks that add to them: those of the same head to n + lag, `span` before
-    it at most. So block n adds when all numbers to n + span * heads_per_section - lag have zeroed.
+    The rows of a block are the queries at its keys. They are met, their dQ added to, by blocks of
+    the same head: `lead` after it at most (without a mask; else 0) and `span` before it. So block n
+    may prepare the rows of block n + lag (zeros in dQ, statistics), and adds itself when all that
+    it meets are prepared; and it may finish the rows of block n - delay, when all that met them
+    have ended: in all of that only lower numbers are waited for.
     """
 
     num_key_blocks: Any
@@ -103,16 +106,26 @@ class KeyOrder:
     span: Any
     """Blocks of keys behind its own whose rows see a block's keys."""
     short: Any
-    """Of a head's blocks, those that come last: span, or all."""
+    """Of a head's blocks, those that come last: span or all of a window, else none."""
+    lead: Any = 0
+    """Blocks of keys before its own whose rows see a block's keys."""
 
     def units(self) -> Any:
         return self.num_heads * self.num_batches
+
+    def num_tiles(self) -> Any:
+        return self.units() * self.num_key_blocks
 
     def num_long(self) -> Any:
         return self.units() * (self.num_key_blocks - self.short)
 
     def lag(self) -> Any:
-        return self.span * self.heads_per_section + ZEROS_AHEAD
+        """Between a number and the one whose rows it prepares."""
+        return self.span * self.heads_per_section + AHEAD
+
+    def delay(self) -> Any:
+        """Between a number and the one whose rows it finishes."""
+        return self.lead * self.heads_per_section + AHEAD
 
     def coordinates(self, number: Any, integer: Any = Integer) -> tuple[Any, Any, Any]:
         """(block of keys, head, batch) of a number."""
@@ -130,29 +143,59 @@ class KeyOrder:
         batch = unit // self.num_heads
         return row + choose(behind, long, 0), unit - batch * self.num_heads, batch
 
-    def zeroed_before(self, block: Any, head: Any, batch: Any, integer: Any = Integer) -> Any:
-        """Whether a block's rows of dQ are zeroed by nobody in the main kernel."""
+    def _number(self, block: Any, head: Any, batch: Any, integer: Any) -> Any:
+        """Of a block that is none of the short ones."""
         long = self.num_key_blocks - self.short
         unit = batch * self.num_heads + head
         first = unit // self.heads_per_section * self.heads_per_section
         width = integer.minimum(self.heads_per_section, self.units() - first)
-        number = first * long + block * width + unit - first
-        return (block >= long) | (number < self.lag())
+        return first * long + block * width + unit - first
 
-    def zeroed(self, number: Any, integer: Any = Integer) -> tuple[Any, Any]:
-        """Clusters [begin, end) of numbers that must have zeroed before one adds."""
+    def prepared_before(self, block: Any, head: Any, batch: Any, integer: Any = Integer) -> Any:
+        """Whether a block's rows are prepared by nobody in the main kernel."""
+        late = block >= self.num_key_blocks - self.short
+        return late | (self._number(block, head, batch, integer) < self.lag())
+
+    def finished_after(self, block: Any, head: Any, batch: Any, integer: Any = Integer) -> Any:
+        """Whether a block's rows are finished by nobody in the main kernel."""
+        late = block >= self.num_key_blocks - self.short
+        number = self._number(block, head, batch, integer)
+        return late | (number >= self.num_tiles() - self.delay())
+
+    def preparing(self, number: Any, integer: Any = Integer) -> tuple[Any, Any]:
+        """Clusters [begin, end) of numbers that must have prepared their rows before one adds."""
         least, most = integer.minimum, integer.maximum
-        last = least(number + self.span * self.heads_per_section, self.num_long() - 1) - self.lag()
-        begin = most(number - self.lag(), 0) // ZEROS_CLUSTER
-        return begin, (most(last + 1, 0) + ZEROS_CLUSTER - 1) // ZEROS_CLUSTER
+        lag, section = self.lag(), self.heads_per_section
+        last = least(number + self.span * section, self.num_long() - 1) - lag
+        begin = most(number - self.lead * section - lag, 0) // CLUSTER
+        return begin, (most(last + 1, 0) + CLUSTER - 1) // CLUSTER
+
+    def adding(self, number: Any, integer: Any = Integer) -> tuple[Any, Any]:
+        """Clusters [begin, end) of numbers that must have ended before a number's rows are
+        finished."""
+        section = self.heads_per_section
+        last = integer.minimum(number + self.lead * section, self.num_long() - 1)
+        begin = integer.maximum(number - self.span * section, 0) // CLUSTER
+        return begin, (last + CLUSTER) // CLUSTER
+
+    def num_clusters(self) -> Any:
+        return (self.num_tiles() + CLUSTER - 1) // CLUSTER
 
 
 def key_order(
-    sizes: tuple[Any, Any, Any], heads_per_section: Any, span: Any, integer: Any = Integer
+    sizes: tuple[Any, Any, Any],
+    heads_per_section: Any,
+    bounds: tuple[Any | None, bool],
+    integer: Any = Integer,
 ) -> KeyOrder:
-    """sizes: blocks of keys of a head, heads of keys, batches."""
-    short = integer.minimum(span, sizes[0])
-    return KeyOrder(*sizes, heads_per_section, span, short)
+    """sizes: blocks of keys of a head, heads of keys, batches; bounds: of a causal window, the
+    blocks behind a block's own whose queries see its keys (None where it is unbounded), and whether
+    the mask is causal."""
+    span, causal = bounds
+    if span is None:
+        all_others = sizes[0] - 1
+        return KeyOrder(*sizes, heads_per_section, all_others, 0, 0 if causal else all_others)
+    return KeyOrder(*sizes, heads_per_section, span, integer.minimum(span, sizes[0]))
 
 
 def window_span(window_left: Any, block_k: int) -> Any:

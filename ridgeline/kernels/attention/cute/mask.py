@@ -13,6 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
+
 MINUS_INFINITY = float("-inf")
 
 
@@ -94,3 +96,17 @@ class TransposedMask:
                     if cutlass.const_expr(self.left is not None):
                         hidden = hidden | (diagonal + self.left < column)
                     scores[e] = cutlass.select_(hidden, Float32(MINUS_INFINITY), scores[e])
+
+
+@cute.jit
+def transposed_mask(traits: Any, scalars: Any, first_key: Int32, extent: Any) -> TransposedMask:
+    """A warpgroup's, of 64 keys from first_key on; scalars hold the window."""
+    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    return TransposedMask(
+        key=first_key + thread // 32 * 16 + thread % 32 // 4,
+        lane_column=2 * (thread % 4),
+        seqlen_k=extent.seqlen_k,
+        shift=extent.seqlen_k - extent.seqlen_q,
+        left=scalars.window_left if traits.has_left else None,
+        right=scalars.window_right if traits.has_right else None,
+    )

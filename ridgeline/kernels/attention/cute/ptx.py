@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir.dialects import math as mlir_math
@@ -25,49 +27,46 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
     """2 ** a on the special function unit, 2 ulp, denormal results flushed to zero."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "ex2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
+    return _unary(a, "ex2.approx.ftz.f32 $0, $1;", loc, ip)
+
+
+EXP2_POLYNOMIALS = {
+    3: (1.0, 0.6932829, 0.24221101, 0.05500895),
+    4: (1.0, 0.69312418, 0.24024099, 0.05590643, 0.00958286),
+}
+"""By degree: 2 ** f for f in [-1/2, 1/2], exactly 1 at 0, else of least relative error, 1.0e-4 and
+2.9e-6 (iteratively reweighted least squares)."""
+
+
+@dsl_user_op
+def exp2_by_polynomial(a: Float32, degree: int, *, loc=None, ip=None) -> Float32:
+    """2 ** a for a <= 126 without the special function unit: a = n + f with n the nearest integer,
+    2 ** f by a polynomial, n added to its exponent. Of -127, and what is below, exactly 0."""
+    coefficients = EXP2_POLYNOMIALS[degree]
+    horner = "".join(f"fma.rn.f32 p, p, f, {_float_literal(c)}; " for c in coefficients[-2::-1])
+    text = (
+        "{ .reg .f32 x, shifted, n, f, p; .reg .b32 bits, power; "
+        f"max.f32 x, $1, {_float_literal(-127.0)}; "
+        f"add.rn.f32 shifted, x, {_float_literal(1.5 * 2**23)}; "
+        f"sub.rn.f32 n, shifted, {_float_literal(1.5 * 2**23)}; "
+        "sub.rn.f32 f, x, n; "
+        f"mov.f32 p, {_float_literal(coefficients[-1])}; {horner}"
+        "mov.b32 bits, shifted; shl.b32 bits, bits, 23; mov.b32 power, p; "
+        "add.s32 power, power, bits; mov.b32 $0, power; }"
     )
+    return _unary(a, text, loc, ip)
 
 
 @dsl_user_op
 def log2(a: Float32, *, loc=None, ip=None) -> Float32:
     """log2(a) on the special function unit; log2(0) is -inf."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "lg2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return _unary(a, "lg2.approx.ftz.f32 $0, $1;", loc, ip)
 
 
 @dsl_user_op
 def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
     """1 / a on the special function unit, 1 ulp."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(a).ir_value(loc=loc, ip=ip)],
-            "rcp.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return _unary(a, "rcp.approx.ftz.f32 $0, $1;", loc, ip)
 
 
 @dsl_user_op
@@ -207,3 +206,23 @@ def bulk_send(target, source, num_bytes, barrier, rank, *, loc=None, ip=None) ->
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def _unary(a: Float32, text: str, loc, ip) -> Float32:
+    """One fp32 out of another, without side effects."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(a).ir_value(loc=loc, ip=ip)],
+            text,
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def _float_literal(value: float) -> str:
+    """PTX's spelling of an fp32 constant."""
+    return f"0f{struct.pack('>f', value).hex().upper()}"

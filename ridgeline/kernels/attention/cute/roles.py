@@ -102,14 +102,7 @@ class BackwardByRoles(Backward):
     def role_kernel(self, tensors: Globals, scalars: Scalars, layouts: Layouts):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._role_shared(layouts)
-        if warp_index == 0:
-            for atom in (tensors.tma_q, tensors.tma_do, tensors.tma_k, tensors.tma_v):
-                cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(tensors.tma_dk)
-            cpasync.prefetch_descriptor(tensors.tma_dv)
-            if cute.arch.lane_idx() == 0:
-                self._init_role_barriers(shared)
-            cute.arch.mbarrier_init_fence()
+        self._begin(tensors, shared)
         self._meet()
         dq_registers, load_registers, key_registers = registers(self.config)
         # One branch a role, or ptxas drops setmaxnreg; each works out its own tile, which keeps
@@ -205,7 +198,7 @@ class BackwardByRoles(Backward):
         )
 
     @cute.jit
-    def _init_role_barriers(self, shared: Shared):
+    def _init_barriers(self, shared: Shared):
         shared.q_ring.init(1, 8 * self.ranks)
         shared.do_ring.init(1, 8 * self.ranks)
         shared.p_ring.init(4, 4)

@@ -29,7 +29,7 @@ from ridgeline.kernels.attention.cute.backward_types import (
     statistics_pair,
 )
 from ridgeline.kernels.attention.cute.mainloop import flat
-from ridgeline.kernels.attention.cute.mask import TransposedMask
+from ridgeline.kernels.attention.cute.mask import TransposedMask, transposed_mask
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS
 from ridgeline.kernels.attention.cute.roles_types import (
     GRADIENTS,
@@ -83,7 +83,8 @@ class RoleKeys(Role):
         """S^T, P^T and dV of the block's 64 keys."""
         sK = shared.sK[None, None, shared.rank]
         c = self._side(sK, shared.sQ, shared.sdO_columns, self.traits.head_dim_v)
-        mask = self._mask(scalars, work, shared.rank)
+        first_key = (work.block * self.ranks + shared.rank) * KEYS
+        mask = transposed_mask(self.traits, scalars, first_key, work.extent)
         num_steps = work.num_steps()
         c.sum.fill(0.0)
         cute.arch.mbarrier_wait(shared.kv_barrier, 0)
@@ -110,19 +111,6 @@ class RoleKeys(Role):
         mma = self.products.sums(self.traits.head_dim_v)
         out = tensors.tma_dv, tensors.mdV, tensors.mdV_plain
         self.store_keys(mma, c.sum, target, out, work, shared.rank, SCORES)
-
-    @cute.jit
-    def _mask(self, scalars: Scalars, work: Work, rank: Int32) -> TransposedMask:
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        first = (work.block * self.ranks + rank) * KEYS
-        return TransposedMask(
-            key=first + thread // 32 * 16 + thread % 32 // 4,
-            lane_column=2 * (thread % 4),
-            seqlen_k=work.extent.seqlen_k,
-            shift=work.extent.seqlen_k - work.extent.seqlen_q,
-            left=scalars.window_left if self.traits.has_left else None,
-            right=scalars.window_right if self.traits.has_right else None,
-        )
 
     @cute.jit
     def _clear_q(
