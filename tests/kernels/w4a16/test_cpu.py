@@ -62,14 +62,17 @@ def test_act_order_with_unequal_groups_is_not_taken() -> None:
     assert torch.equal(op.w4a16_linear(eye, prepared).T, uneven.dequantize(BF16))
 
 
-@pytest.mark.parametrize("fast_bf16", [False, True])
+@pytest.mark.parametrize(
+    ("fast_bf16", "amx"), [(False, False), (True, False), (True, True)], ids=["avx2", "bf16", "amx"]
+)
 @pytest.mark.parametrize("bags", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
+def test_rows_choose_the_layout(monkeypatch, fast_bf16, amx, bags, coarse) -> None:
     """One row: bags; a few: int4 where it is exact, else bags; many: wide."""
     if bags and not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu, "has_amx", lambda: amx)
     monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
     weight = make_weight(32, 64, 32, coarse=coarse)
@@ -86,6 +89,7 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         cpu_bags.Rows, "alone", lambda self: lambda act: self(act).to(act.dtype).clone()
     )
     limit = cpu.rows_for_wide(int4=coarse)
+    assert limit == ((5 if amx else 16 if fast_bf16 else 32) if coarse else 3 if fast_bf16 else 24)
     for rows in (1, limit - 1, limit):
         out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
         assert torch.equal(out.T, weight.dequantize(BF16)[:, :rows])
