@@ -100,6 +100,7 @@ def backward(
             continue
         dq, dk, dv, dsinks = _fused_backward(*_widened(part, given), options, extras)
         if part.whole:
+            dsinks = None if dsinks is None else dsinks.to(cpu_blocks.wide(q))
             return AttentionGrads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks)
         grads.add(part, dq, dk, dv, dsinks)
     return grads.result(q, k, v, extras)

@@ -11,9 +11,9 @@ Three layouts are made at load, each where it is the fastest:
 - many rows: the weight widened once, and a plain matmul.
 All lie in large pages (core/large_pages), read from end to end as they are.
 What a layer's first call works out (views, starts of bags) is kept in `Prepared.memo`.
-Measured, 2048 x 2048, 2 threads: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at
-one row, bf16 ahead from 16 rows. AVX2: docs/w4a16.md (bf16 is emulated there for more than one
-row, so the wide weight is float32).
+Measured, 2048 x 2048: AVX-512 with bf16 instructions, int4 218 us against bf16 348 at one row on 2
+threads, bf16 ahead from 16 rows; with AMX too bf16 is ahead from 5 (docs/log/w4a16.md). AVX2:
+docs/w4a16.md (bf16 is emulated there for more than one row, so the wide weight is float32).
 Widening costs 2 (bf16) or 4 (float32) bytes a weight of memory, bags 1.1, int4 a half.
 Numerics: fp32 accumulation inside; one-hot activations return the weight bit for bit; with a bias
 the int4 path rounds to the activation's dtype before the bias is added.
@@ -59,9 +59,18 @@ BAGS_BEFORE_INT4 = 1
 @functools.cache
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (x86; taken as no where PyTorch does not say)."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    asked = (getattr(torch.cpu, name, None) for name in names)
-    return any(ask is not None and bool(ask()) for ask in asked)
+    return has_amx() or _torch_says("_is_avx512_bf16_supported")
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether it multiplies tiles of bf16: many rows then cost hardly more than one."""
+    return _torch_says("_is_amx_tile_supported")
+
+
+def _torch_says(name: str) -> bool:
+    ask = getattr(torch.cpu, name, None)
+    return ask is not None and bool(ask())
 
 
 def int4_refusal(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -148,9 +157,11 @@ def decode_bytes(prepared: Prepared) -> int:
 def rows_for_wide(*, int4: bool) -> int:
     """Rows from which the widened weight is faster than the layouts for fewer (measured; module
     docstring)."""
-    if has_fast_bf16():
-        return 16 if int4 else 2
-    return 32 if int4 else 24
+    if not has_fast_bf16():
+        return 32 if int4 else 24
+    if int4:
+        return 5 if has_amx() else 16
+    return 3
 
 
 class _Ways(NamedTuple):

@@ -62,14 +62,17 @@ def test_act_order_with_unequal_groups_is_not_taken() -> None:
     assert torch.equal(op.w4a16_linear(eye, prepared).T, uneven.dequantize(BF16))
 
 
-@pytest.mark.parametrize("fast_bf16", [False, True])
+@pytest.mark.parametrize(
+    ("fast_bf16", "amx"), [(False, False), (True, False), (True, True)], ids=["avx2", "bf16", "amx"]
+)
 @pytest.mark.parametrize("bags", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
+def test_rows_choose_the_layout(monkeypatch, fast_bf16, amx, bags, coarse) -> None:
     """One row: bags; a few: int4 where it is exact, else bags; many: wide."""
     if bags and not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu, "has_amx", lambda: amx)
     monkeypatch.setattr(cpu_bags, "has_bags", lambda: bags)
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
     weight = make_weight(32, 64, 32, coarse=coarse)
@@ -86,6 +89,7 @@ def test_rows_choose_the_layout(monkeypatch, fast_bf16, bags, coarse) -> None:
         cpu_bags.Rows, "alone", lambda self: lambda act: self(act).to(act.dtype).clone()
     )
     limit = cpu.rows_for_wide(int4=coarse)
+    assert limit == ((5 if amx else 16 if fast_bf16 else 32) if coarse else 3 if fast_bf16 else 24)
     for rows in (1, limit - 1, limit):
         out = op.w4a16_linear(torch.eye(64, dtype=BF16)[:rows], prepared)
         assert torch.equal(out.T, weight.dequantize(BF16)[:, :rows])
@@ -184,10 +188,17 @@ def test_act_order_gathers_the_activations(m: int) -> None:
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
 
 
-def test_a_layer_keeps_what_it_worked_out() -> None:
-    """The functions of the first call serve the next; a copy of the layer has its own."""
+@pytest.fixture
+def bags_to_23(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 23 rows go through the bags of a large layer, whatever is fastest on this processor."""
     if not cpu_bags.has_bags():
         pytest.skip("this PyTorch has no byte bags")
+    monkeypatch.setattr(cpu, "rows_for_wide", lambda *, int4: 24)
+
+
+@pytest.mark.usefixtures("bags_to_23")
+def test_a_layer_keeps_what_it_worked_out() -> None:
+    """The functions of the first call serve the next; a copy of the layer has its own."""
     weight = make_weight(704, 768, 64, symmetric=False)
     assert 704 * 768 >= cpu.LEAST_WEIGHTS
     prepared = op.prepare(weight, torch.float32)
@@ -235,11 +246,10 @@ def test_a_known_row_takes_the_short_way(kind, dtype) -> None:
     assert torch.equal(shown[0], weight.dequantize(dtype)[:, 9])
 
 
+@pytest.mark.usefixtures("bags_to_23")
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_results_are_not_the_kept_memory(m: int) -> None:
     """A later call leaves an earlier one's result alone, in fp32 too."""
-    if not cpu_bags.has_bags():
-        pytest.skip("this PyTorch has no byte bags")
     prepared = op.prepare(large_layer(symmetric=False), torch.float32)
     act_MK = torch.randn(m, 768)
     first = op.w4a16_linear(act_MK, prepared)
@@ -248,10 +258,9 @@ def test_results_are_not_the_kept_memory(m: int) -> None:
     assert torch.equal(first, kept)
 
 
+@pytest.mark.usefixtures("bags_to_23")
 def test_the_short_way_is_for_plain_rows_only() -> None:
     """After a row is known: checks, biases, gradients and compiled calls are as before."""
-    if not cpu_bags.has_bags():
-        pytest.skip("this PyTorch has no byte bags")
     prepared = op.prepare(large_layer(symmetric=False), torch.float32)
     row, bias_N = torch.randn(1, 768), torch.randn(704)
     plain = op.w4a16_linear(row, prepared)
@@ -288,9 +297,8 @@ def test_threads_do_not_share_scratch() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.usefixtures("bags_to_23")
 def test_scratch_of_inference_mode_serves_outside_it(monkeypatch) -> None:
-    if not cpu_bags.has_bags():
-        pytest.skip("this PyTorch has no byte bags")
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(cpu_bags, "_of_thread", threading.local())
     prepared = op.prepare(make_weight(40, 96, 32, symmetric=False), torch.float32)
