@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     check_space({"temporary files": Path(tempfile.gettempdir()), "the user cache": env.cache_dir()})
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where it always is
     folder = tempfile.mkdtemp(prefix="ridgeline-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # At the very end, after multiprocessing has removed its own folder in it (priority -100).
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
     # torchrun, multiprocessing, inductor, the CuTe DSL and browsers leave their folders behind.
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 

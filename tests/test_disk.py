@@ -40,6 +40,7 @@ def test_only_a_failed_tests_folder_is_left(tmp_path: Path, workers: str) -> Non
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert [path.name.split("-")[0] for path in place.iterdir()] == ["pytest"]
     files = {path.name for path in place.rglob("*") if path.is_file() and path.name != ".lock"}
     assert files == {"seen"}

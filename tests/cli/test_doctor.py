@@ -69,7 +69,7 @@ def test_it_says_why_an_implementation_is_not_there(capsys):
 
 def test_bad_input(capsys, monkeypatch):
     assert cli.main(["doctor", "--device", "cpu", "--budget-s", "0"]) == 2
-    assert "budget_s must be positive, got 0" in capsys.readouterr().err
+    assert "--budget-s must be positive, got 0" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["doctor", "--device", "cuda"]) == 1
     assert capsys.readouterr().err == (

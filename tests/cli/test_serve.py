@@ -192,7 +192,7 @@ def test_a_server_that_fails_is_said(tmp_path, monkeypatch, lines, code, part):
 
 def test_serving_imports_nothing_of_quantizing_or_drawing():
     code = (
-        "import sys, ridgeline.cli.serve\n"
+        "import sys, ridgeline.cli.serve_work\n"
         "heavy = {'matplotlib', 'gguf', 'transformers', 'triton', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -138,7 +138,11 @@ def words(config, *more: str) -> list[str]:
         ([], 2, "layout: sizes must multiply to the number of ranks (2), got pp 1 x"),
         (["--layout.tp", "2", "--layout.pp", "2"], 2, "to the number of ranks (2), got pp 2 x"),
         (["--layout.pp", "2", "--layout.num-microbatches", "1"], 2, "must be at least the 2 stage"),
-        (["--layout.dp-shard", "2", "--layout.zero", "0"], 2, "dp_shard must be 1 with zero = 0"),
+        (
+            ["--layout.dp-shard", "2", "--layout.zero", "0"],
+            2,
+            "layout.dp-shard must be 1 with zero",
+        ),
         (["--layout.dp-shard", "2", "--data.tokenizer", "nowhere"], 1, "could not read nowhere"),
         (["--layout.tpp", "2"], 2, "--layout.tpp"),
     ],
