@@ -54,7 +54,7 @@ def with_flags(reason: str, names: Mapping[str, str]) -> str:
     start = ""
     if found:
         op, argument = found.groups()
-        flag = names.get(f"{op}.{argument}") or names.get(argument)
+        flag = names.get(f"{op}.{argument}", names.get(argument))
         if flag:
             start, reason = f"{op}: {flag}", reason[found.end() :]
     head, got, rest = reason.partition(", got ")

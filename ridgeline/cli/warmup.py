@@ -319,4 +319,6 @@ def kept(_config: WarmupConfig) -> str:
     return "finished kernels are kept; the same command goes on"
 
 
-COMMAND = Command(run=warmup, config=WarmupConfig, show=show, kept=kept)
+COMMAND = Command(
+    run=warmup, config=WarmupConfig, show=show, kept=kept, flags={"arch.name": "--arch"}
+)

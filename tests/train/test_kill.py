@@ -184,7 +184,7 @@ def test_heads_that_do_not_divide(tmp_path, two, small_model):
     (small_model / "config.json").write_text(json.dumps(shape))
     outcomes = run_ranks(tmp_path / "ranks", 2, command_line, words(two(), "--layout.tp", "2"))
     assert [outcome.code for outcome in outcomes] == [2, 2], outcomes
-    text = "ridgeline: layout: tp must divide the 3 query heads, got 2; use a divisor of 3"
+    text = "ridgeline: layout: --layout.tp must divide the 3 query heads, got 2; use a divisor of 3"
     assert [outcome.said.count(text) for outcome in outcomes] == [1, 0]
 
 
