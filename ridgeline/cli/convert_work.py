@@ -43,8 +43,8 @@ def run(config: ConvertConfig) -> Result:
     if config.source.is_dir():
         if is_quantized(config.source):
             raise UserError(
-                f"convert: {config.source} must hold plain weights with format keep, got quantized "
-                "ones; name the format to write, for example --format gptq"
+                f"convert: source {config.source} must hold plain weights with format keep, got "
+                "quantized ones; name the format to write, for example --format gptq"
             )
         dtype = None if config.dtype == "keep" else torch_dtype(config.dtype)
         model = load_pretrained(config.source, dtype=dtype)
@@ -80,8 +80,8 @@ def _requantized(config: ConvertConfig) -> Result:
     """Quantized folder in, quantized folder in another format out."""
     if not config.source.is_dir() or not is_quantized(config.source):
         raise UserError(
-            f"convert: {config.source} must hold quantized weights with format {config.format}, "
-            f"got plain ones; use ridgeline quantize --format {config.format}"
+            f"convert: source {config.source} must hold quantized weights with format "
+            f"{config.format}, got plain ones; use ridgeline quantize --format {config.format}"
         )
     source = load_quantized(config.source)
     before = source.quantization.layout

@@ -49,7 +49,7 @@ def eval(config: EvalConfig) -> Result:
     Raises: UserError for a folder or text that cannot be used; ValueError for a text shorter than a
     window or a window beyond the model's context.
     """
-    check_model_folder(config.model)
+    check_model_folder(config.model, "eval: model")
     text = read_text(config.text)
     return importlib.import_module("ridgeline.cli.eval_work").run(config, text)
 

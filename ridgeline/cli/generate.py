@@ -72,7 +72,7 @@ def generate(config: GenerateConfig) -> Result:
     Raises: UserError for a folder that cannot be used; ValueError for a prompt beyond the model's
     context or a chat without a template.
     """
-    check_model_folder(config.model)
+    check_model_folder(config.model, "generate: model")
     return importlib.import_module("ridgeline.cli.generate_work").run(config)
 
 

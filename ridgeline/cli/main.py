@@ -165,7 +165,8 @@ def _guarded(name: str, words: list[str]) -> int:
         once = is_common(error)
         return _fail(f"{reason}{hint}", BAD_ARGUMENTS, debug=debug, once=once)
     except UserError as error:
-        reason = _with_flags(str(error), command, words)
+        own = str(error).startswith(f"{name}: ")
+        reason = _with_flags(str(error), command, words, plain=own)
         return _fail(reason, FAILED, debug=debug, once=is_common(error))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
@@ -184,14 +185,18 @@ def _read_flags(name: str, command: Command, words: list[str]) -> Any:
         raise common(error) from error.__cause__  # every rank was given the same flags
 
 
-def _with_flags(reason: str, command: Command | None, words: list[str]) -> str:
-    """A reason that names a config's fields, as the user knows them."""
+def _with_flags(
+    reason: str, command: Command | None, words: list[str], *, plain: bool = True
+) -> str:
+    """A reason that names a config's fields, as the user knows them. plain: see with_flags."""
     if command is None:
         return reason
     config = command.config
     if isinstance(config, Mapping):
         config = config.get(words[0]) if words else None
-    return reason if config is None else with_flags(reason, {**flag_names(config), **command.flags})
+    if config is None:
+        return reason
+    return with_flags(reason, {**flag_names(config), **command.flags}, plain=plain)
 
 
 def _ours(reason: str) -> bool:

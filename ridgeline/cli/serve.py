@@ -16,6 +16,7 @@ from ridgeline.cli.command import Command, Result, nothing_kept
 from ridgeline.core import env, progress
 from ridgeline.core.dtypes import Device, RunDtype
 from ridgeline.core.errors import UserError, bad_value
+from ridgeline.core.model_folder import check_model_folder
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.limits import Limits
 from ridgeline.engine.server.config import ServerConfig, is_loopback
@@ -142,7 +143,9 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
             raise UserError(f"serve: could not read the keys in {path}: {error}") from error
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
-            raise UserError(f"serve: {path} must hold a key a line, got none; write one")
+            raise UserError(
+                f"serve: api_key_file {path} must hold a key a line, got none; write one"
+            )
         keys += found
     return tuple(keys)
 
@@ -154,7 +157,7 @@ def serve(config: ServeConfig) -> Result:
     """
     start = time.monotonic()
     if config.model != QUICKSTART:
-        _check_model(Path(config.model))
+        check_model_folder(Path(config.model), "serve: model")
     if config.dry_run or env.rank():
         work = importlib.import_module("ridgeline.cli.serve_work")
         folder = folder_of(config.model)
@@ -170,13 +173,6 @@ def serve(config: ServeConfig) -> Result:
         return work.run(config, folder, bound, start)
     finally:
         bound.close()
-
-
-def _check_model(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"serve: {folder} must be a model folder with a config.json, got none; check the path"
-        )
 
 
 def folder_of(model: str) -> Path:

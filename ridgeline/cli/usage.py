@@ -47,15 +47,18 @@ def _paths(config: type) -> typing.Iterator[str]:
             yield field.name
 
 
-def with_flags(reason: str, names: Mapping[str, str]) -> str:
+def with_flags(reason: str, names: Mapping[str, str], *, plain: bool = True) -> str:
     """An error that names fields, naming flags: its argument, and beside what it got every word
-    that can only be a field's name (it has a dot or an underscore)."""
+    that can only be a field's name (it has a dot or an underscore).
+
+    plain: the argument may be a plain word too (False: that may be a file's name).
+    """
     found = re.match(r"([^:;\s]+): ([\w.]+)(?= (?:\S+ )?must )", reason)
     start = ""
     if found:
         op, argument = found.groups()
         flag = names.get(f"{op}.{argument}", names.get(argument))
-        if flag:
+        if flag and (plain or "_" in argument or "." in argument):
             start, reason = f"{op}: {flag}", reason[found.end() :]
     head, got, rest = reason.partition(", got ")
     value, semicolon, advice = rest.rpartition("; ")

@@ -8,12 +8,15 @@ from pathlib import Path
 from ridgeline.core.errors import UserError
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raises: UserError for what is no folder with a config.json."""
+def check_model_folder(folder: Path, what: str = "model:") -> None:
+    """what: the start of the message, "eval: model" for a command's argument.
+
+    Raises: UserError for what is no folder with a config.json.
+    """
     if not folder.is_dir():
         got = "a file" if folder.exists() else "none"
-        raise UserError(f"model: {folder} must be a folder, got {got}; check the path")
+        raise UserError(f"{what} {folder} must be a folder, got {got}; check the path")
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"model: {folder} must be a model folder with a config.json, got none; check the path"
+            f"{what} {folder} must be a model folder with a config.json, got none; check the path"
         )

@@ -40,7 +40,7 @@ def test_refusals_without_torch(tmp_path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         cases = [
-            ([*score, "nowhere"], 1, "nowhere must be a folder, got none"),
+            ([*score, "model"], 1, "eval: --model model must be a folder, got none"),
             ([*score, str(text)], 1, "text.txt must be a folder, got a file"),
             ([*score, str(tmp_path)], 1, "must be a model folder with a config.json, got none"),
             (["eval", "--model", str(model), "--text", "none.txt"], 1, "could not read none.txt"),
@@ -56,7 +56,7 @@ def test_refusals_without_torch(tmp_path) -> None:
             (["convert", "--source", str(gguf), *out, "--format", "awq"], 1, "got a GGUF file;"),
             ([*source, "--out", str(model)], 1, "model exists; choose another or pass --overwrite"),
             ([*source, *out, "--lossy"], 2, "lossy must come with a format"),
-            (["serve", "nowhere"], 1, "nowhere must be a model folder with a config.json"),
+            (["serve", "nowhere"], 1, "serve: --model nowhere must be a folder, got none"),
             ([*serve, "--max-num-seqs", "0"], 2, "must be a whole number >= 1, got 0"),
             ([*serve, "--watch", "nowhere"], 1, "must be a folder, got nowhere"),
             ([*serve, "--api-key-file", "none"], 1, "could not read the keys in none"),

@@ -211,6 +211,9 @@ class PartsConfig:
 def test_errors_name_flags(said, told):
     names = flag_names(PartsConfig) | {"damping": "--damp"}
     assert with_flags(said, names) == (told or said)
+    assert with_flags("op: out must be 1, got 2; x", names, plain=False) == (
+        "op: out must be 1, got 2; x"
+    )
 
 
 def test_unknown_command_and_no_command(capsys):

@@ -88,7 +88,7 @@ def test_what_cannot_be_served(tmp_path, model_folder, capsys):
     code, said = _run(capsys, str(tmp_path))
     assert code == 1 and "must be a model folder with a config.json" in said
     code, said = _run(capsys, "--model", str(tmp_path / "none"))
-    assert code == 1 and "must be a model folder" in said
+    assert code == 1 and "none must be a folder" in said
     code, said = _run(
         capsys, str(model_folder), "--dry-run", "--device", "cpu", "--memory-gib", "0.0001"
     )
