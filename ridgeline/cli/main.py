@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Annotated, Any
 
@@ -65,15 +65,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ridgeline {ridgeline.__version__}")
         return DONE
     if words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        also = f"did you mean {near[0]}? " if near else ""
-        names = ", ".join(COMMANDS)
+        names, hint = ", ".join(COMMANDS), _hint(words[0], COMMANDS)
         return _fail(
-            f"command must be one of {names}, got {words[0]!r}; {also}see ridgeline --help",
+            f"command must be one of {names}, got {words[0]!r}; {hint}see ridgeline --help",
             BAD_ARGUMENTS,
         )
     with _one_line_warnings(), _reporter("--json" in words[1:]):
         return _guarded(words[0], words[1:])
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """A question for a word that is nearly one of the known ones, else ""."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _as_utf8(word: str) -> str:
@@ -217,8 +221,10 @@ def _choose_config(prog: str, command: Command, words: list[str]) -> tuple[str, 
     if not words or words[0] not in command.config:
         got = repr(words[0]) if words else "nothing"
         command_name = prog.removeprefix("ridgeline ")
+        hint = _hint(words[0], command.config) if words else ""
         raise ValueError(
-            f"{command_name}: the next word must be one of {names}, got {got}; see --help"
+            f"{command_name}: the next word must be one of {names}, got {got}; {hint}see {prog} "
+            "--help"
         )
     return f"{prog} {words[0]}", command.config[words[0]], words[1:]
 

@@ -222,6 +222,8 @@ def test_unknown_command_and_no_command(capsys):
     assert "command must be one of quickstart, doctor" in said and "did you mean" not in said
     assert cli.main(["quantise"]) == 2
     assert "got 'quantise'; did you mean quantize? see ridgeline" in capsys.readouterr().err
+    assert cli.main(["explain", "atention"]) == 2
+    assert "got 'atention'; did you mean attention? see ridgeline" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "usage: ridgeline" in capsys.readouterr().err
 
