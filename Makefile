@@ -12,7 +12,9 @@ CONSTRAINTS := -c constraints/cpu.txt
 else
 CONSTRAINTS := -c constraints/gpu.txt
 endif
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) $(PIP_ARGS)
+# On a terminal pip shows what it does; elsewhere it says errors only, and each stage here a line.
+QUIET := $(if $(MAKE_TERMOUT),,-q -q)
+PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check $(CONSTRAINTS) $(PIP_ARGS)
 # The tests of Triton kernels need Triton, which a CPU build of PyTorch does not bring.
 TRITON := triton==3.6.0
 # One worker a core: the tests keep PyTorch to one thread each.
@@ -27,15 +29,18 @@ help:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: PYTHON must be Python 3.11 or 3.12, found none; install one or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "environment 1/3: an empty one in $(VENV) (seconds)" >&2
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) could not make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }
 
 $(VENV)/.package: $(BIN)/python pyproject.toml constraints/cpu.txt constraints/gpu.txt
-	@echo "installing ridgeline into $(VENV) (PyTorch included: a few minutes the first time)"
+	@echo "environment 2/3: PyTorch, by far the largest part (some minutes the first time)" >&2
+	@$(PIP) torch
+	@echo "environment 3/3: ridgeline and its other packages (a minute or two)" >&2
 	@$(PIP) -e '.[quickstart]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package
-	@echo "installing what the tests need"
+	@echo "environment: what the tests and checks need (1 GB on the disk, some minutes)" >&2
 	@$(PIP) -e '.[dev]'
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON) || \
 		echo "no Triton for this platform: its tests are skipped"
@@ -45,6 +50,7 @@ env: $(VENV)/.package
 env-test: $(VENV)/.dev
 
 quickstart: env
+	@echo "ridgeline quickstart: about five minutes of two cores; finished stages are kept" >&2
 	@$(BIN)/ridgeline quickstart $(ARGS)
 
 test: env-test

@@ -21,13 +21,23 @@ PAGES = [ROOT / "README.md", *DOCS]
 
 
 def _blocks(text: str, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+    """Code blocks of a language. Every block is looked at, or a fence that closes one of another
+    language would be taken for one that opens."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [code for said, code in found if said == language]
 
 
-def _commands(text: str) -> list[list[str]]:
-    """Words of every `ridgeline ...` line in a code block."""
-    lines = [line for block in _blocks(text) for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("ridgeline ")]
+def _commands(text: str) -> list[tuple[str, list[str]]]:
+    """(number of processes, words) of every `ridgeline ...` line in a code block, torchrun before
+    it or not; under torchrun those are left out that read a config file, which is not there."""
+    blocks = [block.replace("\\\n", " ") for block in _blocks(text)]
+    found = []
+    for line in (line for block in blocks for line in block.splitlines()):
+        ranks = re.match(r"torchrun --nproc-per-node (\d+) -m (?!.* --config )", line)
+        line = line[ranks.end() :] if ranks else line
+        if line.startswith("ridgeline "):
+            found.append((ranks[1] if ranks else "1", shlex.split(line, comments=True)))
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -52,7 +62,8 @@ def test_the_first_two_commands_are_make_targets():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse(page, monkeypatch):
     """Every command in a code block is taken by its parser as it stands."""
-    for words in _commands(page.read_text(encoding="utf-8")):
+    for ranks, words in _commands(page.read_text(encoding="utf-8")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
         command = cli.load_command(words[1])
         prog, config, rest = cli._choose_config("ridgeline", command, words[2:])
         default, rest = command.defaults(rest) if command.defaults else (None, rest)

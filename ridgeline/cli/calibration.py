@@ -154,7 +154,7 @@ def _from_documents(request: Request, tokenizer: Tokenizer, path: Path) -> Token
     ]
     wanted = request.sequences
     if not documents:
-        raise UserError(f"quantize: {path} must hold documents, got none; give another file")
+        raise UserError(f"quantize: text {path} must hold documents, got none; give another file")
     if len(documents) < wanted:
         progress.say(f"quantize: {path} holds {len(documents)} documents where {wanted} were asked")
     pick = chosen_blocks(len(documents), min(wanted, len(documents)), request.seed).tolist()

@@ -8,7 +8,7 @@ dict is printed as one JSON line instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Result = dict[str, Any]
@@ -41,6 +41,10 @@ class Command:
     flags' defaults, and the rest; None: the dataclass's own defaults."""
     code: Callable[[Result], int] = lambda result: 0
     """Exit code of a run that came to a result (a gate that refuses it: 3)."""
+    tells_sigterm: bool = False
+    """Whether SIGTERM ends it as Ctrl-C does; False: at once, or as the command itself arranges."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What errors call otherwise than the config's field -> what the user knows it as."""
     note: str = ""
     """What --help says under the summary."""
 

@@ -1,8 +1,13 @@
 """`ridgeline convert`: a GGUF file, a Hugging Face folder or a checkpoint of any layout in, a
-Hugging Face folder out; plain weights in another dtype, quantized ones in another format."""
+Hugging Face folder out; plain weights in another dtype, quantized ones in another format.
+
+This module imports no torch: what is not there is refused in a fraction of a second; the work is in
+convert_work.py.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,24 +15,10 @@ from typing import Literal
 from ridgeline.cli.command import Command, Result
 from ridgeline.cli.overwrite import check_out
 from ridgeline.cli.tables import bytes_text
-from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError, bad_value
-from ridgeline.engine.load import is_quantized
-from ridgeline.nn import gguf
-from ridgeline.nn.hf import (
-    GENERATION_CONFIG,
-    TOKENIZER_FILES,
-    load_config,
-    load_pretrained,
-    save_pretrained,
-)
-from ridgeline.quant.checkpoint import (
-    Extras,
-    convert_checkpoint,
-    load_quantized,
-    write_checkpoint,
-)
-from ridgeline.train.export import export_checkpoint, is_checkpoint
+from ridgeline.train.config import is_checkpoint
+
+GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,83 +62,34 @@ def convert(config: ConvertConfig) -> Result:
     Raises: UserError for a source that cannot be read or that the format cannot hold, an `out` that
     exists, a disk that refuses.
     """
-    if not config.source.exists():
-        raise UserError(f"convert: source must exist, got {config.source}; check the path")
+    check_source(config)
     check_out("convert", config.out, config.source, overwrite=config.overwrite)
-    if config.format != "keep":
-        return _requantized(config)
-    if is_checkpoint(config.source):
-        read, written = export_checkpoint(
-            config.source,
-            config.out,
-            dtype=None if config.dtype == "keep" else config.dtype,
-            max_shard_bytes=int(config.max_shard_gb * 1e9),
-            overwrite=config.overwrite,
-        )
-        return _facts(read, config.out, written)
-    if config.source.is_dir():
-        if is_quantized(config.source):
+    return importlib.import_module("ridgeline.cli.convert_work").run(config)
+
+
+def check_source(config: ConvertConfig) -> None:
+    """Whether the source looks like something that can be converted. Raises: UserError."""
+    source = config.source
+    if not source.exists():
+        raise UserError(f"convert: source must exist, got {source}; check the path")
+    if source.is_dir():
+        if not ((source / "config.json").is_file() or is_checkpoint(source)):
             raise UserError(
-                f"convert: {config.source} must hold plain weights with format keep, got quantized "
-                "ones; name the format to write, for example --format gptq"
+                f"convert: source {source} must be a model folder with a config.json, a checkpoint "
+                "or a run folder, got another folder; check the path"
             )
-        dtype = None if config.dtype == "keep" else torch_dtype(config.dtype)
-        model = load_pretrained(config.source, dtype=dtype)
-        save_pretrained(
-            model,
-            config.out,
-            tokenizer_from=config.source,
-            max_shard_bytes=int(config.max_shard_gb * 1e9),
-            overwrite=config.overwrite,
-        )
-        written = dtype_name(next(model.parameters()).dtype)
-    else:
-        written = "float16" if config.dtype == "keep" else config.dtype
-        gguf.convert(
-            config.source, config.out, dtype=torch_dtype(written), overwrite=config.overwrite
-        )
-    return _facts(config.source, config.out, written)
-
-
-def _facts(source: Path, out: Path, dtype: str) -> Result:
-    shape = load_config(out)
-    return {
-        "source": str(source),
-        "out": str(out),
-        "family": shape.family,
-        "parameters": shape.num_params(),
-        "dtype": dtype,
-        "bytes": folder_bytes(out),
-    }
-
-
-def _requantized(config: ConvertConfig) -> Result:
-    """Quantized folder in, quantized folder in another format out."""
-    if not config.source.is_dir() or not is_quantized(config.source):
+        return
+    with open(source, "rb") as file:
+        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise UserError(
+                f"convert: source {source} must be a GGUF file or a folder, got another file; "
+                "check the path"
+            )
+    if config.format != "keep":
         raise UserError(
-            f"convert: {config.source} must hold quantized weights with format {config.format}, "
-            f"got plain ones; use ridgeline quantize --format {config.format}"
+            f"convert: source {source} must hold quantized weights with format {config.format}, "
+            f"got a GGUF file; convert it, then use ridgeline quantize --format {config.format}"
         )
-    source = load_quantized(config.source)
-    before = source.quantization.layout
-    converted = convert_checkpoint(source, config.format, lossy=config.lossy)
-    names = (*TOKENIZER_FILES, GENERATION_CONFIG)
-    write_checkpoint(
-        config.out,
-        converted,
-        extras=Extras(
-            files=tuple(config.source / n for n in names if (config.source / n).is_file()),
-            max_shard_bytes=int(config.max_shard_gb * 1e9),
-        ),
-        overwrite=config.overwrite,
-    )
-    dtype = f"{config.format} {before.bits}-bit, from {before.method}"
-    return _facts(config.source, config.out, dtype) | {"layers": len(converted.packed)}
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of a folder's safetensors."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def show(result: Result) -> str:
@@ -163,4 +105,4 @@ def kept(config: ConvertConfig) -> str:
     return f"{config.out} is as it was before"
 
 
-COMMAND = Command(run=convert, config=ConvertConfig, show=show, kept=kept)
+COMMAND = Command(run=convert, config=ConvertConfig, show=show, kept=kept, tells_sigterm=True)

@@ -1,15 +1,20 @@
-"""`ridgeline eval`: perplexity of a model folder on a text file."""
+"""`ridgeline eval`: perplexity of a model folder on a text file.
+
+This module imports no torch: what is not there is refused in a fraction of a second; the work is in
+eval_work.py.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ridgeline.cli.command import Command, Result, nothing_kept
+from ridgeline.core.dtypes import Device, RunDtype
 from ridgeline.core.errors import bad_value
+from ridgeline.core.model_folder import check_model_folder
 from ridgeline.core.text import read_text
-from ridgeline.engine.load import Device, RunDtype, open_model
-from ridgeline.nn.perplexity import perplexity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class EvalConfig:
     """auto: the GPU where there is one."""
 
     def __post_init__(self) -> None:
+        if self.window < 2:
+            raise bad_value("eval", "window", "be at least 2", self.window, "e.g. 1024")
         if self.max_windows is not None and self.max_windows < 1:
             raise bad_value(
                 "eval", "max_windows", "be at least 1", self.max_windows, "leave it out"
@@ -42,28 +49,9 @@ def eval(config: EvalConfig) -> Result:
     Raises: UserError for a folder or text that cannot be used; ValueError for a text shorter than a
     window or a window beyond the model's context.
     """
+    check_model_folder(config.model, "eval: model")
     text = read_text(config.text)
-    opened = open_model(config.model, config.dtype, config.device)
-    measured = perplexity(
-        opened.model,
-        opened.tokenizer.encode(text),
-        window=config.window,
-        max_windows=config.max_windows,
-    )
-    return {
-        "model": str(config.model),
-        "text": str(config.text),
-        "weights": opened.weights,
-        "dtype": opened.dtype,
-        "device": str(opened.device),
-        "ppl": measured.ppl,
-        "nll": measured.nll,
-        "tokens": measured.tokens,
-        "windows": measured.windows,
-        "window": measured.window,
-        "seconds": measured.seconds,
-        "tokens_per_s": measured.tokens / measured.seconds,
-    }
+    return importlib.import_module("ridgeline.cli.eval_work").run(config, text)
 
 
 def show(result: Result) -> str:

@@ -135,4 +135,6 @@ def _problem_text(problem: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-COMMAND = Command(run=explain, config=QUERIES, show=show, kept=nothing_kept)
+COMMAND = Command(
+    run=explain, config=QUERIES, show=show, kept=nothing_kept, flags={"arch.name": "--arch"}
+)

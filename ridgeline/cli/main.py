@@ -2,13 +2,14 @@
 
 Exit codes: 0 done; 2 bad arguments (what a caller can cause: ValueError, TypeError,
 NotImplementedError); 1 failed with a one-line reason on stderr (the traceback only with --debug);
-3 done, but a gate of the command refuses the result (quantize --max-kl).
+3 done, but a gate of the command refuses the result (quantize --max-kl); 143 ended by SIGTERM.
 A command's module is imported when the command is chosen, so `ridgeline --help` imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import io
 import os
@@ -17,13 +18,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Annotated, Any
 
 import ridgeline
+from ridgeline.cli import terminate
 from ridgeline.cli.command import Command, Output
-from ridgeline.cli.usage import usage_error
+from ridgeline.cli.usage import flag_names, usage_error, with_flags
 from ridgeline.core import env, progress
 from ridgeline.core.errors import UserError, common, is_common
 
@@ -63,13 +65,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ridgeline {ridgeline.__version__}")
         return DONE
     if words[0] not in COMMANDS:
-        names = ", ".join(COMMANDS)
+        names, hint = ", ".join(COMMANDS), _hint(words[0], COMMANDS)
         return _fail(
-            f"command must be one of {names}, got {words[0]!r}; see ridgeline --help",
+            f"command must be one of {names}, got {words[0]!r}; {hint}see ridgeline --help",
             BAD_ARGUMENTS,
         )
     with _one_line_warnings(), _reporter("--json" in words[1:]):
         return _guarded(words[0], words[1:])
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """A question for a word that is nearly one of the known ones, else ""."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _as_utf8(word: str) -> str:
@@ -139,26 +147,31 @@ def _guarded(name: str, words: list[str]) -> int:
     try:
         command = load_command(name)
         config = _read_flags(name, command, words)
-        result = command.run(config)
+        with terminate.told(command.tells_sigterm):
+            result = command.run(config)
         progress.event("result", command=name, **result)
         if text := command.show(result):
             progress.say(text)
         return command.code(result)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else DONE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         kept = command.kept(config) if command and config is not None else "nothing was written"
-        return _fail(f"{name}: interrupted; {kept}", FAILED, debug=debug, once=True)
+        ended = isinstance(stop, terminate.TerminatedError)
+        said, code = ("terminated", terminate.TERMINATED) if ended else ("interrupted", FAILED)
+        return _fail(f"{name}: {said}; {kept}", code, debug=debug, once=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (ValueError, TypeError, NotImplementedError) as error:
-        reason = str(error)
+        reason = _with_flags(str(error), command, words)
         hint = "" if debug or _ours(reason) else " (--debug shows the traceback)"
         once = is_common(error)
         return _fail(f"{reason}{hint}", BAD_ARGUMENTS, debug=debug, once=once)
     except UserError as error:
-        return _fail(str(error), FAILED, debug=debug, once=is_common(error))
+        own = str(error).startswith(f"{name}: ")
+        reason = _with_flags(str(error), command, words, plain=own)
+        return _fail(reason, FAILED, debug=debug, once=is_common(error))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return _fail(f"{name}: {error.strerror or error}{where}", FAILED, debug=debug)
@@ -174,6 +187,20 @@ def _read_flags(name: str, command: Command, words: list[str]) -> Any:
         return parse(prog, chosen, rest, default, command.note)[0]
     except (ValueError, TypeError, NotImplementedError, UserError) as error:
         raise common(error) from error.__cause__  # every rank was given the same flags
+
+
+def _with_flags(
+    reason: str, command: Command | None, words: list[str], *, plain: bool = True
+) -> str:
+    """A reason that names a config's fields, as the user knows them. plain: see with_flags."""
+    if command is None:
+        return reason
+    config = command.config
+    if isinstance(config, Mapping):
+        config = config.get(words[0]) if words else None
+    if config is None:
+        return reason
+    return with_flags(reason, {**flag_names(config), **command.flags}, plain=plain)
 
 
 def _ours(reason: str) -> bool:
@@ -194,8 +221,10 @@ def _choose_config(prog: str, command: Command, words: list[str]) -> tuple[str, 
     if not words or words[0] not in command.config:
         got = repr(words[0]) if words else "nothing"
         command_name = prog.removeprefix("ridgeline ")
+        hint = _hint(words[0], command.config) if words else ""
         raise ValueError(
-            f"{command_name}: the next word must be one of {names}, got {got}; see --help"
+            f"{command_name}: the next word must be one of {names}, got {got}; {hint}see {prog} "
+            "--help"
         )
     return f"{prog} {words[0]}", command.config[words[0]], words[1:]
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from ridgeline.core.errors import UserError
-from ridgeline.nn.overwrite import why_foreign
 
 
 def check_out(command: str, out: Path, source: Path, *, overwrite: bool) -> None:
@@ -24,7 +24,8 @@ def check_out(command: str, out: Path, source: Path, *, overwrite: bool) -> None
             raise UserError(
                 f"{command}: out must not be or contain {name} {kept}, got {out}; choose another"
             )
-    if reason := why_foreign(out):
+    overwriting = importlib.import_module("ridgeline.nn.overwrite")  # it imports torch
+    if reason := overwriting.why_foreign(out):
         raise UserError(
             f"{command}: out must be a model folder to be replaced, got {out}, {reason}; choose "
             "another or remove it yourself"

@@ -14,11 +14,10 @@ from typing import Literal
 from ridgeline.cli.command import Command, Result
 from ridgeline.cli.quantize_checks import check_request, journal_folder
 from ridgeline.cli.tables import bytes_text, table
+from ridgeline.core.dtypes import Device, RunDtype
 from ridgeline.core.errors import bad_value
 from ridgeline.quant.options import AWQOptions, GPTQOptions, Override, parse_override
 
-RunDtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
 GATE_FAILED = 3
 """Exit code of a run whose result a gate refuses."""
 
@@ -202,14 +201,16 @@ def show(result: Result) -> str:
 
 
 def kept(config: QuantizeConfig) -> str:
-    """After Ctrl-C."""
+    """After Ctrl-C or SIGTERM."""
     folder = journal_folder(config.out)
-    if folder.is_dir():
-        return (
-            f"{config.out} is as it was before; finished blocks are kept in {folder}, the same "
-            "command goes on from there"
-        )
-    return f"{config.out} is as it was before"
+    finished = len(list(folder.glob("done-*")))
+    if not finished:
+        return f"{config.out} is as it was before"
+    blocks = "1 finished block is" if finished == 1 else f"{finished} finished blocks are"
+    return (
+        f"{config.out} is as it was before; {blocks} kept in {folder}, the same command goes on "
+        "from there"
+    )
 
 
 def exit_code(result: Result) -> int:
@@ -217,4 +218,7 @@ def exit_code(result: Result) -> int:
     return GATE_FAILED if result.get("gates") else 0
 
 
-COMMAND = Command(run=quantize, config=QuantizeConfig, show=show, kept=kept, code=exit_code)
+COMMAND = Command(
+    run=quantize, config=QuantizeConfig, show=show, kept=kept, code=exit_code, tells_sigterm=True,
+    flags={"damping": "--damp", "override.pattern": "a pattern of --skip or --override"},
+)  # fmt: skip

@@ -83,8 +83,8 @@ def refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
     if entry:
         method = entry.get("quant_method", "unknown") if isinstance(entry, dict) else "unknown"
         raise UserError(
-            f"quantize: {folder} must hold plain weights, got {method} weights; quantize the "
-            "model it was made from"
+            f"quantize: model {folder} must hold plain weights, got {method} weights; quantize "
+            "the model it was made from"
         )
 
 

@@ -34,7 +34,7 @@ from ridgeline.quant.block import HEAD, block_indices
 from ridgeline.quant.calibrate import Around, quantize_model
 from ridgeline.quant.checkpoint import CheckpointSize, Extras, config_of
 from ridgeline.quant.evaluate import Evaluation
-from ridgeline.quant.journal import Journal
+from ridgeline.quant.journal import Journal, finished_blocks
 from ridgeline.quant.mixed import choose_widths, measure_widths, with_widths
 from ridgeline.quant.predict import Prediction, Rates, RunShape, Stored, packed_bytes, predict
 from ridgeline.quant.ranks import Ranks
@@ -58,7 +58,10 @@ class Job:
     device: torch.device = field(init=False)
     ranks: Ranks = field(default_factory=Ranks)
     tokens: Tokens | None = None
+    rates: Rates = field(init=False)
     prediction: Prediction = field(init=False)
+    finished: int = 0
+    """Blocks that an earlier run has finished, as the prediction knows."""
 
     @classmethod
     def of(cls, config: QuantizeConfig, recipe: Recipe) -> Job:
@@ -94,11 +97,20 @@ def prepare(job: Job) -> Job:
     norm = job.model.tensors.get("model.norm.weight").dtype
     job.recipe = replace(job.recipe, plain_dtype=dtype_name(norm))
     check_layers(job.model, job.recipe)
-    guess = predict(_shape(job), job.recipe, job.device.type, Rates.measure(job.device, dtype))
+    job.rates = Rates.measure(job.device, dtype)
+    predict_job(job)
+    return job
+
+
+def predict_job(job: Job) -> None:
+    """What is left to do will take, given the blocks that lie finished beside `out`. Where widths
+    are chosen first, the run that they belong to is known, and this asked again, only then."""
+    job.finished = finished_blocks(journal_folder(job.config.out), fingerprint(job))
+    shape = replace(_shape(job), finished=job.finished)
+    guess = predict(shape, job.recipe, job.device.type, job.rates)
     if job.device.type == "cpu":  # reading a text may have taken more than the run will
         guess = replace(guess, device_bytes=max(guess.device_bytes, _process_peak()))
     job.prediction = guess
-    return job
 
 
 def _process_peak() -> float:
@@ -218,9 +230,12 @@ def plan_text(job: Job) -> str:
             job.tokens.source
         )
     where = "process" if job.device.type == "cpu" else "device"
+    blocks = len(block_indices(job.model))
+    left = f" for {max(blocks - job.finished, 0)} of {blocks} blocks" if job.finished else ""
     return (
         f"quantize: {job.recipe.method}, {data}\n"
-        f"predicted: {bytes_text(guess.device_bytes)} peak of the {where}, {guess.seconds:.0f} s, "
+        f"predicted: {bytes_text(guess.device_bytes)} peak of the {where}, {guess.seconds:.0f} s"
+        f"{left}, "
         f"{bytes_text(guess.out_bytes)} in {job.config.out}, "
         f"{bytes_text(guess.work_bytes)} beside it while it runs"
     )
@@ -258,6 +273,7 @@ def choose_job_widths(job: Job) -> None:
     said = ", ".join(f"{count} layers in {bits} bits" for bits, count in counts)
     progress.say(f"quantize: {config.target_bits:g} bits a weight: {said}")
     job.recipe = with_widths(job.recipe, widths)
+    predict_job(job)
 
 
 # ---- the run ---------------------------------------------------------------------------------
@@ -276,10 +292,10 @@ def run_job(job: Job, texts: Texts) -> tuple[QuantizedModel, CheckpointSize, dic
             job.model, None if job.tokens is None else job.tokens.ids_BS.to(job.device),
             job.recipe, around=_around(job, journal),
         )  # fmt: skip
-    except BaseException:
+    except BaseException as error:
         if journal.finished == 0:
             journal.remove()
-        else:
+        elif not isinstance(error, KeyboardInterrupt):  # the command says it then
             progress.say(
                 f"quantize: {journal.finished} finished blocks are kept in {folder}; the same "
                 "command goes on from there"

@@ -92,4 +92,4 @@ def kept(config: QuickstartConfig) -> str:
     return f"finished stages are kept in {run_folder(config)}; the same command goes on from there"
 
 
-COMMAND = Command(run=quickstart, config=QuickstartConfig, show=show, kept=kept)
+COMMAND = Command(run=quickstart, config=QuickstartConfig, show=show, kept=kept, tells_sigterm=True)

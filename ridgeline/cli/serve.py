@@ -1,13 +1,12 @@
-"""`ridgeline serve`: a model folder over OpenAI's API, with a chat page at /."""
+"""`ridgeline serve`: a model folder over OpenAI's API, with a chat page at /.
+
+This module imports no torch: flags that cannot be, a folder that is not there and a port in use are
+refused in a fraction of a second; the work is in serve_work.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import importlib
-import logging
-import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,13 @@ from typing import Any, Literal
 
 from ridgeline.cli.command import Command, Result, nothing_kept
 from ridgeline.core import env, progress
+from ridgeline.core.dtypes import Device, RunDtype
 from ridgeline.core.errors import UserError, bad_value
-from ridgeline.engine.async_engine import AsyncEngine
+from ridgeline.core.model_folder import check_model_folder
+from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.limits import Limits
-from ridgeline.engine.llm import LLM, EngineConfig
-from ridgeline.engine.load import Device, RunDtype, is_quantized
-from ridgeline.engine.memory import plan
 from ridgeline.engine.server.config import ServerConfig, is_loopback
-from ridgeline.engine.server.run import address_of, bind, quiet_libraries
-from ridgeline.engine.server.run import serve as run_server
-from ridgeline.engine.server.state import ServerState
+from ridgeline.engine.server.listen import bind
 
 QUICKSTART = "quickstart"
 
@@ -93,7 +89,7 @@ class ServeConfig:
                 "serve", "host", "be this machine's own where no key is set", self.host,
                 "set RIDGELINE_API_KEY or --api-key-file, or say --without-key",
             )  # fmt: skip
-        Limits(max_queue_requests=self.max_queue_requests, max_queue_tokens=self.max_queue_tokens)
+        self.engine(self.dtype)
 
     def _has_key(self) -> bool:
         return self.api_key_file is not None or env.api_key() is not None
@@ -112,11 +108,8 @@ class ServeConfig:
             reload_root=self.reload_root,
         )
 
-    def engine(self, folder: Path) -> EngineConfig:
-        """The engine's part; what is None takes the engine's own default."""
-        dtype = self.dtype
-        if dtype == "auto" and is_quantized(folder):
-            dtype = "bfloat16"
+    def engine(self, dtype: str) -> EngineConfig:
+        """The engine's part; what is None takes the engine's own default. Raises: ValueError."""
         given = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -150,7 +143,9 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
             raise UserError(f"serve: could not read the keys in {path}: {error}") from error
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
-            raise UserError(f"serve: {path} must hold a key a line, got none; write one")
+            raise UserError(
+                f"serve: api_key_file {path} must hold a key a line, got none; write one"
+            )
         keys += found
     return tuple(keys)
 
@@ -161,50 +156,23 @@ def serve(config: ServeConfig) -> Result:
     Raises: UserError for a folder that is no model, a model that does not fit, a port in use.
     """
     start = time.monotonic()
-    folder = folder_of(config.model)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"serve: {folder} must be a model folder with a config.json, got none; check the path"
-        )
-    engine_config = config.engine(folder)
-    if config.dry_run:
-        memory = plan(folder, engine_config, max(config.tensor_parallel, env.world_size()))
-        return {"folder": str(folder), "dry_run": True, "lines": list(memory.lines())}
-    if env.rank():
-        return _follow(folder, engine_config)
-    server_config = config.server(folder.name)
+    if config.model != QUICKSTART:
+        check_model_folder(Path(config.model), "serve: model")
+    if config.dry_run or env.rank():
+        work = importlib.import_module("ridgeline.cli.serve_work")
+        folder = folder_of(config.model)
+        return work.dry_run(config, folder) if config.dry_run else work.follow(config, folder)
+    config.server(QUICKSTART)  # refuses what it would refuse under the folder's name
     for name, root in (("watch", config.watch), ("reload_root", config.reload_root)):
         if root is not None and not root.is_dir():
             raise UserError(f"serve: {name} must be a folder, got {root}; make it first")
-    bound = bind(config.host, config.port)  # before the weights: a port in use is said at once
+    bound = bind(config.host, config.port)  # before PyTorch and the weights
     try:
-        engine = AsyncEngine.open(folder, engine_config)
-        _set_logging()
-        finished = asyncio.run(
-            run_server(
-                engine,
-                server_config,
-                bound,
-                folder=folder,
-                ready=lambda state: _say_ready(state, address_of(bound), start),
-            )
-        )
+        folder = folder_of(config.model)
+        work = importlib.import_module("ridgeline.cli.serve_work")
+        return work.run(config, folder, bound, start)
     finally:
         bound.close()
-    return {"folder": str(folder), "drained": finished}
-
-
-def _follow(folder: Path, config: EngineConfig) -> Result:
-    """Another rank of torchrun's: what rank 0 says, until it says stop. Signals are rank 0's."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        llm = LLM(folder, config)
-        llm.follow()
-        llm.close()
-    except RuntimeError as error:
-        raise UserError(f"serve: rank {env.rank()}: {error}") from error
-    return {"folder": str(folder), "drained": True}
 
 
 def folder_of(model: str) -> Path:
@@ -224,38 +192,6 @@ def quickstart_folder() -> Path:
     return rounded
 
 
-def _set_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO if progress.mode() != "quiet" else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-    quiet_libraries()
-
-
-def _say_ready(state: ServerState, address: str, start: float) -> None:
-    seconds = time.monotonic() - start
-    info, config = state.engine.info, state.config
-    progress.event(
-        "serving",
-        url=address,
-        model=config.model_name,
-        seconds=round(seconds, 2),
-        info=dataclasses.asdict(info),
-    )
-    key = "with a key" if config.api_keys else "without a key"
-    page = f"{address}/" + ("" if state.template else " (no chat template: completions only)")
-    progress.say(
-        f"serving {config.model_name} ({info.weights}, {info.dtype}, {info.device}) at {address} "
-        f"{key}, ready in {seconds:.1f} s\n"
-        f"  chat:    {page}\n"
-        f"  OpenAI:  base_url={address}/v1  model={config.model_name}\n"
-        f"  context {info.max_model_len:,} tokens; KV cache {info.kv_bytes / 2**30:.2f} GiB "
-        f"(--memory-gib): {info.num_pages:,} pages of {info.page_tokens} tokens in {info.kv_dtype}"
-        "; Ctrl-C stops"
-    )
-
-
 def first_word(words: list[str]) -> tuple[Any, list[str]]:
     """`ridgeline serve DIR` is `ridgeline serve --model DIR`."""
     if words and not words[0].startswith("-"):
@@ -270,4 +206,9 @@ def show(result: Result) -> str:
     return "stopped; every request had its end" if result["drained"] else "stopped"
 
 
-COMMAND = Command(run=serve, config=ServeConfig, show=show, kept=nothing_kept, defaults=first_word)
+COMMAND = Command(
+    run=serve, config=ServeConfig, show=show, kept=nothing_kept, defaults=first_word,
+    flags={
+        "model_name": "--name", "api_keys": "keys of --api-key-file and RIDGELINE_API_KEY"
+    },
+)  # fmt: skip

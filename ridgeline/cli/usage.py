@@ -1,12 +1,15 @@
-"""What the flag parser says in a box, said in the project's form of an error.
+"""What the flag parser says in a box, said in the project's form of an error; and a config's own
+refusal, with flags in the place of fields.
 
 <command>: <flag> must <rule>, got <value>; <what to do>
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
 
 _KINDS = {"INT": "a whole number", "FLOAT": "a number", "PATH": "a path", "STR": "a word"}
 
@@ -23,6 +26,50 @@ def usage_error(prog: str, box: str) -> str:
             told, also = tell(found)
             return f"{command}: {told}; {also}see {prog} --help"
     return f"{command}: {message}; see {prog} --help"
+
+
+def flag_names(config: type) -> dict[str, str]:
+    """A config's fields -> their flags: by dotted path, and by last name where only one has it."""
+    paths = list(_paths(config))
+    last = [path.rsplit(".", 1)[-1] for path in paths]
+    short = {name: path for name, path in zip(last, paths, strict=True) if last.count(name) == 1}
+    named = {path: path for path in paths} | short
+    return {name: f"--{path.replace('_', '-')}" for name, path in named.items()}
+
+
+def _paths(config: type) -> typing.Iterator[str]:
+    kinds = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        kind = kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from (f"{field.name}.{inner}" for inner in _paths(typing.cast(type, kind)))
+        else:
+            yield field.name
+
+
+def with_flags(reason: str, names: Mapping[str, str], *, plain: bool = True) -> str:
+    """An error that names fields, naming flags: its argument, and beside what it got every word
+    that can only be a field's name (it has a dot or an underscore).
+
+    plain: the argument may be a plain word too (False: that may be a file's name).
+    """
+    found = re.match(r"([^:;\s]+): ([\w.]+)(?= (?:\S+ )?must )", reason)
+    start = ""
+    if found:
+        op, argument = found.groups()
+        flag = names.get(f"{op}.{argument}", names.get(argument))
+        if flag and (plain or "_" in argument or "." in argument):
+            start, reason = f"{op}: {flag}", reason[found.end() :]
+    head, got, rest = reason.partition(", got ")
+    value, semicolon, advice = rest.rpartition("; ")
+
+    def told(text: str) -> str:
+        word = r"(?<![\w./'\"=-])[a-z]\w*[._][\w.]*\w(?![\w/'\"=-])"
+        return re.sub(word, lambda found: names.get(found.group(), found.group()), text)
+
+    if not semicolon:
+        value, advice = rest, ""
+    return start + told(head) + got + value + semicolon + told(advice)
 
 
 def _parts(box: str) -> list[str]:

@@ -179,7 +179,7 @@ def _quantized_with(folder: Path) -> dict[str, Any]:
                 weight = layout.unpack({part: tensors.get(f"{layer}.{part}") for part in parts})
             sizes.add(layout.group_size or 0)
     if weight is None:
-        raise UserError(f"warmup: {folder} must hold 4-bit layers, got none; name the layers")
+        raise UserError(f"warmup: model {folder} must hold 4-bit layers, got none; name the layers")
     return {
         "group_sizes": tuple(sorted(sizes)),
         "scale_dtype": dtype_name(weight.scale_NR.dtype),
@@ -319,4 +319,6 @@ def kept(_config: WarmupConfig) -> str:
     return "finished kernels are kept; the same command goes on"
 
 
-COMMAND = Command(run=warmup, config=WarmupConfig, show=show, kept=kept)
+COMMAND = Command(
+    run=warmup, config=WarmupConfig, show=show, kept=kept, flags={"arch.name": "--arch"}
+)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+RunDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""What a command runs a model in; auto: the machine and the weights say."""
+Device = Literal["auto", "cpu", "cuda"]
+"""Where a command runs; auto: on the GPU where there is one."""
 
 ITEMSIZE_BYTES: dict[str, int] = {
     "float64": 8,

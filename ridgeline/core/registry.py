@@ -122,7 +122,8 @@ def runs_on(impl: Impl, arch: Arch) -> bool:
 def refusal(impl: Impl, problem: Any, arch: Arch) -> str | None:
     """Why an implementation does not take a problem on an architecture, or None."""
     if not runs_on(impl, arch):
-        return f"written for {', '.join(impl.archs)}, not {arch.name}"
+        families = ", ".join(family.removeprefix("=") for family in impl.archs)
+        return f"written for {families}, not {arch.name}"
     if problem.dtype not in impl.dtypes:
         return f"takes {', '.join(impl.dtypes)}, not {problem.dtype}"
     if not arch.pretended and (missing := missing_packages(impl)):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ridgeline.core.dtypes import dtype_name, torch_dtype
 from ridgeline.core.errors import UserError
+from ridgeline.core.model_folder import check_model_folder
 from ridgeline.kernels.w4a16.cpu import one_row_refusal
 from ridgeline.nn.decoder import Decoder
 from ridgeline.nn.hf import (
@@ -27,9 +27,6 @@ from ridgeline.nn.tensorfile import TensorFolder
 from ridgeline.nn.tokenizer import Tokenizer
 from ridgeline.quant.checkpoint import packed_layers, read_quantization
 from ridgeline.quant.linear import empty_linears, prepare_linears
-
-RunDtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +53,7 @@ def open_model(
     Raises: UserError for a folder that is incomplete, foreign or damaged, a GPU that is not here.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else "none"
-        raise UserError(f"model: {folder} must be a folder, got {got}; check the path")
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"model: {folder} must be a model folder with a config.json, got none; check the path"
-        )
+    check_model_folder(folder)
     where = choose_device(device)
     run_dtype = torch_dtype(choose_dtype(dtype, where))
     tokenizer = Tokenizer(folder)

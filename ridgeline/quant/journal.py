@@ -85,8 +85,7 @@ class Journal:
         weakref.finalize(self, os.close, _locked(self.folder))
         path = self.folder / "run.json"
         if path.is_file():
-            before = _read(path)
-            changed = sorted(k for k in fingerprint if before.get(k) != fingerprint[k])
+            changed = _changed(self.folder, fingerprint)
             if not changed:
                 if self.finished:
                     progress.say(f"quantize: going on after {self.finished} finished blocks")
@@ -109,10 +108,7 @@ class Journal:
     @property
     def finished(self) -> int:
         """Blocks that count."""
-        count = 0
-        while (self.folder / f"done-{count:05d}").is_file():
-            count += 1
-        return count
+        return _count(self.folder)
 
     def last_state(self) -> State | None:
         """Where to go on; None: at the start."""
@@ -231,6 +227,26 @@ class Journal:
         """Once the result stands elsewhere."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def finished_blocks(folder: Path, fingerprint: Mapping[str, Any]) -> int:
+    """Blocks that a run with this fingerprint would not do again; looks only."""
+    if not (folder / "run.json").is_file() or _changed(folder, fingerprint):
+        return 0
+    return _count(folder)
+
+
+def _count(folder: Path) -> int:
+    count = 0
+    while (folder / f"done-{count:05d}").is_file():
+        count += 1
+    return count
+
+
+def _changed(folder: Path, fingerprint: Mapping[str, Any]) -> list[str]:
+    """What the run in a folder had otherwise."""
+    before = _read(folder / "run.json")
+    return sorted(key for key in fingerprint if before.get(key) != fingerprint[key])
 
 
 def _locked(folder: Path) -> int:

@@ -103,6 +103,8 @@ class RunShape:
     """What the layers come to on disk; None: all of them in the recipe's own form."""
     widths: int = 0
     """Widths that each layer is measured at in a pass before the run (mixed widths)."""
+    finished: int = 0
+    """Blocks that an earlier run has finished (a quantized head counts as one): no time is left."""
     held_blocks: int = 1
     """Blocks whose weights are in memory at once: one where they are streamed, all of a model in
     memory."""
@@ -203,21 +205,22 @@ def _calibration_bytes(shape: RunShape, recipe: Recipe) -> float:
 def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> float:
     weights = sum(n * k for group in shape.groups for n, k in group)
     forward = 2.0 * weights + 2.0 * shape.sequence_tokens * shape.width
-    flops = 2 * forward * shape.held_out_tokens * shape.blocks
+    blocks = max(shape.blocks - shape.finished, 0)
+    flops = 2 * forward * shape.held_out_tokens * blocks
     flops += 2 * 2.0 * shape.head_parameters * shape.held_out_tokens
     elements = columns = 0.0
     if recipe.method == "rtn":
-        elements = _PASSES * weights * shape.blocks
+        elements = _PASSES * weights * blocks
         return flops / rates.flops + elements / rates.elements
     squares = sum(group[0][1] ** 2 for group in shape.groups)
-    flops += shape.blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
-    elements += shape.blocks * weights * _CANDIDATES[recipe.solver] * _PASSES
+    flops += blocks * shape.tokens * (forward + 2.0 * squares * _HESSIAN_SHARE)
+    elements += blocks * weights * _CANDIDATES[recipe.solver] * _PASSES
     stacked = sum(sum(n for n, _ in g) * g[0][1] ** 2 for g in shape.groups)
     if recipe.solver == "gptq":
         cubes = sum(group[0][1] ** 3 for group in shape.groups)
-        flops += shape.blocks * (4.0 * cubes + _SOLVE_FLOPS * stacked)
-        columns = shape.blocks * sum(group[0][1] for group in shape.groups)
-    if recipe.lm_head:
+        flops += blocks * (4.0 * cubes + _SOLVE_FLOPS * stacked)
+        columns = blocks * sum(group[0][1] for group in shape.groups)
+    if recipe.lm_head and shape.finished <= shape.blocks:
         width, head = shape.width, shape.head_parameters
         flops += 2.0 * shape.tokens * width**2 * _HESSIAN_SHARE + _SOLVE_FLOPS * head * width
         elements += head * _CANDIDATES[recipe.solver] * _PASSES
@@ -228,8 +231,8 @@ def _seconds(shape: RunShape, recipe: Recipe, device: str, rates: Rates) -> floa
         elements += shape.blocks * weights * shape.widths * _PASSES
     if recipe.folds:
         trials = 2 * recipe.awq.grid + 2
-        flops += shape.blocks * trials * forward * (2 * recipe.awq.search_tokens)
-        elements += shape.blocks * weights * trials * _PASSES
+        flops += blocks * trials * forward * (2 * recipe.awq.search_tokens)
+        elements += blocks * weights * trials * _PASSES
     return flops / rates.flops + elements / rates.elements + columns * _COLUMN_S.get(device, 2e-6)
 
 

@@ -409,3 +409,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 def _digest(plain: dict[str, Any]) -> str:
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_checkpoint(source: Path) -> bool:
+    """Whether a folder is a checkpoint, or a run folder that has some."""
+    return (source / "state.json").is_file() or (source / "checkpoints").is_dir()

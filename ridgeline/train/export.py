@@ -41,11 +41,6 @@ def export(worker: Worker, folder: Path, dtype: torch.dtype, tokenizer: Path, ra
     ranks.together(write if ranks.is_first else join)
 
 
-def is_checkpoint(source: Path) -> bool:
-    """Whether a folder is a checkpoint, or a run folder that has some."""
-    return (source / "state.json").is_file() or (source / "checkpoints").is_dir()
-
-
 def export_checkpoint(
     source: Path,
     out: Path,

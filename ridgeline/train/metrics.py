@@ -55,8 +55,10 @@ def peak_of(device: torch.device, dtype: str, override_tflops: float | None) -> 
         return override_tflops, "log.peak_tflops"
     found = arch.detect(device)
     ceilings = found.ceilings
-    kind = "measured" if ceilings.measured else "not measured here"
-    return ceilings.tflops(dtype), f"{dtype} matmul on {found.device} ({kind}; {ceilings.source})"
+    where = f"on {found.device} (not measured here; {ceilings.source})"
+    if ceilings.measured:
+        where = ceilings.source  # it names the device
+    return ceilings.tflops(dtype), f"{dtype} matmul, {where}"
 
 
 def peak_note(device: torch.device, dtype: str, peak_tflops: float) -> str:

@@ -75,9 +75,13 @@ def test_the_text_names_every_implementation_and_the_floor(capsys):
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        ("attention --seqlen 8 --heads 3 --kv-heads 2", 2, "heads must be a multiple of kv_heads"),
+        (
+            "attention --seqlen 8 --heads 3 --kv-heads 2",
+            2,
+            "--heads must be a multiple of --kv",
+        ),
         ("attention --seqlen 0", 2, "seqlen must be at least 1, got 0"),
-        ("attention --seqlen 8 --arch sm12", 2, "name must be one of cpu, sm80"),
+        ("attention --seqlen 8 --arch sm12", 2, "arch: --arch must be one of cpu, sm80"),
         ("attention --seqlen 8 --impl nothing --arch cpu", 2, "impl must be one of"),
         ("attention --seqlen 8 --impl cpu --arch sm90", 2, "implementation cpu refuses"),
         ("gemm --m 1", 2, "the next word must be one of attention, w4a16, got 'gemm'"),

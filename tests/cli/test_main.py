@@ -14,6 +14,7 @@ import pytest
 import ridgeline
 from ridgeline.cli import main as cli
 from ridgeline.cli.command import Command
+from ridgeline.cli.usage import flag_names, with_flags
 from ridgeline.core import progress
 from ridgeline.core.errors import UserError, bad_value, unsupported
 
@@ -121,7 +122,7 @@ def test_a_config_that_refuses_its_values_exits_with_2(fake, capsys):
     fake(lambda config: {"count": config.count})
     assert cli.main(["doctor", "--count", "0"]) == 2
     assert capsys.readouterr().err == (
-        "ridgeline: fake: count must be at least 1, got 0; raise it\n"
+        "ridgeline: fake: --count must be at least 1, got 0; raise it\n"
     )
 
 
@@ -176,9 +177,53 @@ def test_warnings_are_one_line(fake):
     assert warnings.formatwarning is before
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    every_steps: int = 1
+    peak_tflops: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsConfig:
+    log: PartConfig
+    save: PartConfig
+    max_tokens: int = 1
+    out: str = ""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("engine: max_tokens must be 1, got 2; x", "engine: --max-tokens must be 1, got 2; x"),
+        (
+            "op: out x/y must be a folder, got none; x",
+            "op: --out x/y must be a folder, got none; x",
+        ),
+        ("op: log.every_steps must be 1, got 0; x", "op: --log.every-steps must be 1, got 0; x"),
+        ("save: every_steps must be 1, got 0; x", "save: --save.every-steps must be 1, got 0; x"),
+        ("op: every_steps must be 1, got 0; x", "op: every_steps must be 1, got 0; x"),  # of two
+        ("op: peak must be 1; raise max_tokens", "op: peak must be 1; raise --max-tokens"),
+        ("op: a must be 1, got max_tokens; b", "op: a must be 1, got max_tokens; b"),  # a value
+        ("op: a/max_tokens must go out; see max_tokens.json", None),
+        ("op: damping must be 1, got 0; x", "op: --damp must be 1, got 0; x"),
+    ],
+)
+def test_errors_name_flags(said, told):
+    names = flag_names(PartsConfig) | {"damping": "--damp"}
+    assert with_flags(said, names) == (told or said)
+    assert with_flags("op: out must be 1, got 2; x", names, plain=False) == (
+        "op: out must be 1, got 2; x"
+    )
+
+
 def test_unknown_command_and_no_command(capsys):
     assert cli.main(["frobnicate"]) == 2
-    assert "command must be one of quickstart, doctor" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "command must be one of quickstart, doctor" in said and "did you mean" not in said
+    assert cli.main(["quantise"]) == 2
+    assert "got 'quantise'; did you mean quantize? see ridgeline" in capsys.readouterr().err
+    assert cli.main(["explain", "atention"]) == 2
+    assert "got 'atention'; did you mean attention? see ridgeline" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "usage: ridgeline" in capsys.readouterr().err
 

@@ -234,7 +234,7 @@ def test_convert_says_what_kind_of_folder_it_needs(model_folder, in_formats, tmp
     ("flags", "part"),
     [
         (["--bits", "3"], "bits must be 4 in awq, got 3"),
-        (["--act-order", "activation"], "act_order must be static or natural in awq"),
+        (["--act-order", "activation"], "--act-order must be static or natural in awq"),
     ],
 )
 def test_quantize_refuses_what_awq_lacks(model_folder, text_file, tmp_path, capsys, flags, part):
@@ -323,10 +323,10 @@ def test_calibration_text_that_is_too_short(model_folder, text_file, tmp_path, c
     [
         (
             ["--group-size", "48"],
-            "group_size must divide the 64 inputs of self_attn.q_proj, got 48",
+            "--group-size must divide the 64 inputs of self_attn.q_proj, got 48",
         ),
-        (["--damp", "0"], "damping must lie in (0, 1], got 0.0"),
-        (["--skip", "("], "pattern must be a regular expression"),
+        (["--damp", "0"], "gptq: --damp must lie in (0, 1], got 0.0"),
+        (["--skip", "("], "a pattern of --skip or --override must be a regular expression"),
         (["--sequences", "0"], "sequences must be at least 1, got 0"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -240,33 +241,51 @@ def test_stopped_at_any_write_and_resumed(config, whole, monkeypatch, moment):
     assert not folder.exists()
 
 
-KILL = """
+END = """
 import os, signal, sys
 from ridgeline.cli import main
 from ridgeline.quant.journal import Journal
 from ridgeline.quant.linear import QuantizedLinear
 keep = Journal.keep
-def kill(self, model, result, *rest):
+def end(self, model, result, *rest):
     if result.index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(sys.argv[1]))
     keep(self, model, result, *rest)
-Journal.keep = kill
-main.main(sys.argv[1:])
+Journal.keep = end
+sys.exit(main.main(sys.argv[2:]))
 """
 
 
-def test_kill_minus_nine(config, whole):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ended_by_a_signal_and_resumed(config, whole, capsys, monkeypatch, number):
+    """SIGTERM says what is kept; either way the next run's forecast is of the rest."""
     words = ["quantize", "--model", str(config.model), "--text", str(config.text)]
     words += ["--method", "awq+gptq", "--group-size", "32", "--sequences", "8", "--device", "cpu"]
     words += ["--sequence-tokens", "64", "--batch-sequences", "2", "--held-out-windows", "3"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILL, *words, "--out", str(config.out)], cwd=ROOT,
+    words += ["--out", str(config.out)]
+    ended = subprocess.run(
+        [sys.executable, "-c", END, str(int(number)), *words], cwd=ROOT, text=True,
         env=env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"), capture_output=True,
     )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not config.out.exists()
-    assert len(list(journal_folder(config.out).glob("done-*"))) == 1
-    quantize(config)
+    folder = journal_folder(config.out)
+    assert not config.out.exists() and len(list(folder.glob("done-*"))) == 1
+    if number == signal.SIGTERM:
+        assert ended.returncode == 143 and ended.stderr.splitlines()[-1] == (
+            f"ridgeline: quantize: terminated; {config.out} is as it was before; 1 finished block "
+            f"is kept in {folder}, the same command goes on from there"
+        )
+    else:
+        assert ended.returncode == -number, ended.stderr
+    slow = Rates(flops=1e7, elements=1e6)
+    monkeypatch.setattr(Rates, "measure", lambda *_: slow)
+    other = quantize(replace(config, out=config.out.with_name("other"), dry_run=True))
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    left = int(re.search(r"predicted: .*, (\d+) s for 1 of 2 blocks, ", said).group(1))
+    head = 2 * 2.0 * 192 * 64 * 257 / slow.flops  # the comparison's, once
+    assert left - head == pytest.approx((other["predicted"]["seconds"] - head) / 2, abs=0.6)
+    assert left > 20
     assert weights(config.out) == whole
 
 

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from ridgeline.cli import calibration
+from ridgeline.cli import calibration, eval_work
 from ridgeline.cli import eval as eval_command
 from ridgeline.cli.eval import EvalConfig
 from ridgeline.cli.generate import GenerateConfig, generate
@@ -42,7 +42,7 @@ def folder(model_folder, tmp_path):
 
 def test_text_that_is_scored_or_learned_from_has_none(folder, text_file, tmp_path, monkeypatch):
     plain = list(text_file.read_bytes())
-    monkeypatch.setattr(eval_command, "perplexity", lambda model, ids, **_: _raise_ids(ids))
+    monkeypatch.setattr(eval_work, "perplexity", lambda model, ids, **_: _raise_ids(ids))
     with pytest.raises(_SeenError) as scored:
         eval_command.eval(EvalConfig(model=folder, text=text_file))
     monkeypatch.setattr(calibration, "calibration_blocks", _raise_ids)

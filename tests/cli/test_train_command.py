@@ -82,7 +82,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(words, tmp_path, capsys, monk
     ("flags", "code", "part"),
     [
         (["--steps", "0"], 2, "steps must be at least 1, got 0"),
-        (["--micro-batch-samples", "3"], 2, "micro_batch_samples must divide batch_samples (2)"),
+        (
+            ["--micro-batch-samples", "3"],
+            2,
+            "--micro-batch-samples must divide --batch-sam",
+        ),
         (["--model.preset", "huge"], 2, "model.preset must be one of tiny"),
         (["--data.seqlen", "1"], 2, "data.seqlen must be at least 2, got 1"),
         (["--data.seqlen", "100000"], 1, "too short for one sample of 100000"),

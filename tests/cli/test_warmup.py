@@ -165,11 +165,15 @@ def test_json(compiled, capsys):
     [
         ("--arch sm80", 2, "arch must be sm90, got sm80"),
         ("--arch sm90 --workers 0", 2, "workers must be at least 1, got 0"),
-        ("--arch sm90 --head-dims 0", 2, "head_dims must be positive"),
+        ("--arch sm90 --head-dims 0", 2, "--head-dims must be positive"),
         ("--arch sm90 --head-dims 20", 2, "head dims must be multiples of 8"),
         ("--arch sm90 --layers 4096", 2, "layers must be inputs x outputs, got '4096'"),
         ("--arch sm90 --model nothing", 1, "config.json must exist, got none"),
-        ("--arch sm90 --model llama-8b --head-dims 96", 2, "head_dims must be (128,), the model's"),
+        (
+            "--arch sm90 --model llama-8b --head-dims 96",
+            2,
+            "--head-dims must be (128,), the mod",
+        ),
         ("--arch sm90 --ops w4a16 --group-sizes 48", 2, "takes groups of 32, 64, 128, 256"),
     ],
 )

@@ -9,7 +9,7 @@ from ridgeline.cli.convert import ConvertConfig, convert
 from ridgeline.core.errors import UserError
 from ridgeline.nn.hf import load_pretrained
 from ridgeline.train.checkpoint import load
-from ridgeline.train.export import is_checkpoint
+from ridgeline.train.config import is_checkpoint
 from ridgeline.train.trainer import train
 
 

@@ -138,7 +138,11 @@ def words(config, *more: str) -> list[str]:
         ([], 2, "layout: sizes must multiply to the number of ranks (2), got pp 1 x"),
         (["--layout.tp", "2", "--layout.pp", "2"], 2, "to the number of ranks (2), got pp 2 x"),
         (["--layout.pp", "2", "--layout.num-microbatches", "1"], 2, "must be at least the 2 stage"),
-        (["--layout.dp-shard", "2", "--layout.zero", "0"], 2, "dp_shard must be 1 with zero = 0"),
+        (
+            ["--layout.dp-shard", "2", "--layout.zero", "0"],
+            2,
+            "layout.dp-shard must be 1 with zero",
+        ),
         (["--layout.dp-shard", "2", "--data.tokenizer", "nowhere"], 1, "could not read nowhere"),
         (["--layout.tpp", "2"], 2, "--layout.tpp"),
     ],
@@ -180,7 +184,7 @@ def test_heads_that_do_not_divide(tmp_path, two, small_model):
     (small_model / "config.json").write_text(json.dumps(shape))
     outcomes = run_ranks(tmp_path / "ranks", 2, command_line, words(two(), "--layout.tp", "2"))
     assert [outcome.code for outcome in outcomes] == [2, 2], outcomes
-    text = "ridgeline: layout: tp must divide the 3 query heads, got 2; use a divisor of 3"
+    text = "ridgeline: layout: --layout.tp must divide the 3 query heads, got 2; use a divisor of 3"
     assert [outcome.said.count(text) for outcome in outcomes] == [1, 0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.cli.generate import answer_streamed
+from ridgeline.cli.generate_work import answer_streamed
 from ridgeline.cli.stage import Context, Result, Stage, need
 from ridgeline.engine.load import OpenModel, open_model
 from ridgeline.nn.generate import SamplingConfig

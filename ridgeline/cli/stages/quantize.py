@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.cli.convert import folder_bytes
+from ridgeline.cli.convert_work import folder_bytes
 from ridgeline.cli.quantize import QuantizeConfig, quantize
 from ridgeline.cli.quantize_work import recipe_of
 from ridgeline.cli.stage import Context, Result, Stage, fingerprint, need

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.cli.convert import folder_bytes
+from ridgeline.cli.convert_work import folder_bytes
 from ridgeline.cli.stage import Context, Result, Stage
 from ridgeline.cli.tables import bytes_text
 from ridgeline.core import assets, env

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from ridgeline.engine.server.config import ServerConfig
-from ridgeline.engine.server.run import address_of, bind, serve
+from ridgeline.engine.server.listen import address_of, bind
+from ridgeline.engine.server.run import serve
 from ridgeline.engine.server.state import ServerState
 from ridgeline.train.tokens import byte_tokenizer
 

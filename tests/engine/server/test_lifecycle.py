@@ -16,7 +16,7 @@ import pytest
 from ridgeline.core.errors import UserError
 from ridgeline.engine.errors import ReloadError
 from ridgeline.engine.server.config import ServerConfig, is_loopback
-from ridgeline.engine.server.run import bind
+from ridgeline.engine.server.listen import bind
 
 from .conftest import CONFIG, running, until
 from .fake import FakeEngine
