@@ -108,7 +108,8 @@ class StepProfiler:
         if device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
         wanted = step == self._config.profile_step
-        with profile(activities=kinds, record_shapes=wanted) as found:
+        # One cycle only; without acc_events PyTorch 2.11 warns that others' events are not kept.
+        with profile(activities=kinds, record_shapes=wanted, acc_events=True) as found:
             yield
         # The raw records: building PyTorch's event tree out of them takes seconds.
         assert found.profiler is not None and found.profiler.kineto_results is not None

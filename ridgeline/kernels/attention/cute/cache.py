@@ -28,7 +28,7 @@ Config = ForwardConfig | BackwardConfig | RolesConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 RUNTIME = "libcute_dsl_runtime.so"
-_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp"}
+_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp", "ordered": "od"}
 """Fields whose initials are another's: a kernel with softcap is not one with sinks."""
 
 
