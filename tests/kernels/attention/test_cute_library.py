@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
+from ridgeline.kernels.attention import cute_sm90_cached_config as cached
 from ridgeline.kernels.attention import cute_sm90_config as cfg
+from ridgeline.kernels.attention import cute_sm90_roles_config as roles
 from ridgeline.kernels.attention.cute import cache, library
 from ridgeline.kernels.attention.problem import AttentionProblem
 
@@ -60,6 +63,20 @@ def test_names_tell_kernels_apart() -> None:
     traits = [cfg.forward_traits(_problem(64, **changes)) for changes in options]
     tile = cfg.forward_config(SHIPPED["64-causal"], KNOWN["sm90"])
     assert len({cache.kernel_name(one, tile) for one in traits}) == len(options)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (bwd.BackwardTraits, bwd.BackwardConfig),
+        (bwd.BackwardTraits, roles.RolesConfig),
+        (cfg.ForwardTraits, cfg.ForwardConfig),
+        (cached.CachedTraits, cached.CachedConfig),
+    ],
+)
+def test_every_field_has_a_short_name_of_its_own(records: tuple[type, ...]) -> None:
+    names = [cache.short_name(field.name) for record in records for field in fields(record)]
+    assert len(names) == len(set(names)), sorted(names)
 
 
 def test_cache_builds_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

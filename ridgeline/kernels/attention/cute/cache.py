@@ -28,7 +28,10 @@ Config = ForwardConfig | BackwardConfig | RolesConfig
 ARCHITECTURE = "sm_90a"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 RUNTIME = "libcute_dsl_runtime.so"
-_SHORT = {"sinks": "sk", "seqused": "su", "split": "sp", "ordered": "od"}
+_SHORT = {
+    "sinks": "sk", "seqused": "su", "split": "sp", "softcap": "sc", "deterministic": "dt",
+    "ordered": "od",
+}  # fmt: skip
 """Fields whose initials are another's: a kernel with softcap is not one with sinks."""
 
 
@@ -66,11 +69,14 @@ def kernel_name(traits: Traits, config: Config) -> str:
         for field in fields(record):
             value: Any = getattr(record, field.name)
             if value != field.default:
-                initials = "".join(word[0] for word in field.name.split("_"))
-                initials = _SHORT.get(field.name, initials)
                 text = str(int(value) if isinstance(value, bool) else value).replace(".", "p")
-                parts.append(f"{initials}{text}")
+                parts.append(f"{short_name(field.name)}{text}")
     return "_".join(parts)
+
+
+def short_name(field: str) -> str:
+    """A field's part of a kernel's name."""
+    return _SHORT.get(field, "".join(word[0] for word in field.split("_")))
 
 
 def kernel_path(traits: Traits, config: Config) -> Path:
