@@ -119,7 +119,7 @@ def most_stack_bytes(*key: Any) -> int:
     """Some W4A16 kernels put up to 88 bytes a thread on the stack, most of them tiles of 64 rows
     with two blocks a multiprocessor (and a plan that only tests ask for 128). Attention none, but
     for softcap at head dim 64 (three warpgroups with 96 are 7 % faster than two with none), and
-    where warps of 32 registers work out statistics or round dQ: outside of their loops over rows."""
+    where warps of 32 registers compute statistics or round dQ: outside of their loops over rows."""
     config, traits = key[-1], key[0]
     if isinstance(config, bwd.BackwardConfig):
         return 64 if config.statistics_ahead else 24 if config.results_behind else 0
