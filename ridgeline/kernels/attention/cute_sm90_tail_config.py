@@ -105,9 +105,7 @@ def tail_of(problem: AttentionProblem, config: ForwardConfig, arch: Arch) -> Tai
 
 
 def pays(cut: Tail, num_units: int, cost: Costs) -> bool:
-    """Whether cutting the last tiles takes less time by more than LEAST_GAIN."""
-    if cut.left == 0:
-        return False
+    """Whether cutting the last tiles takes less time by more than LEAST_GAIN: never of none."""
     plain = plain_time(cut.whole + cut.left, num_units, cut.blocks, cost)
     return split_time(cut, num_units, cost) < (1 - LEAST_GAIN) * plain
 

@@ -184,3 +184,14 @@ def test_fewer_blocks_than_ranges_leave_no_range_empty(blocks: int) -> None:
     assert [pieces_of(cut, 132 + i) for i in range(blocks)] == [
         [(132, i, i + 1)] for i in range(blocks)
     ]
+
+
+def test_a_vector_of_a_piece_is_two_columns_of_both_rows() -> None:
+    """What `_store_columns` and `_merge` take a thread's accumulator for."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    from ridgeline.kernels.attention.cute.mask import accumulator_column, accumulator_row
+
+    for element in range(128):
+        vector, inside = divmod(element, 4)
+        assert accumulator_column(element) == 8 * vector + inside % 2
+        assert accumulator_row(element) == inside // 2 == accumulator_row(inside)
