@@ -334,11 +334,13 @@ class TailForward(Forward):
     ):
         """8 columns a vector, 2 of them this thread's, of both its rows."""
         mO = tensors.mO_plain[None, None, work.head, work.batch]
-        first = first_row(work, self.wgs, c.wg)
-        for i in cutlass.range_constexpr(cute.size(merged) // VECTOR):
-            column = 2 * (cute.arch.lane_idx() % 4) + 8 * (vector + i)
-            for r in cutlass.range_constexpr(2):
-                row, e = first + 8 * r, VECTOR * i + 2 * r
-                if (row < work.extent.seqlen_q) & (column < mO.shape[1]):
-                    place = mO.iterator + cute.crd2idx((row, column), mO.layout)
-                    ptx.store_word(place, ptx.pack(merged[e], merged[e + 1], self.dtype))
+        lane_column = 2 * (cute.arch.lane_idx() % 4) + 8 * vector
+        for r in cutlass.range_constexpr(2):
+            row = first_row(work, self.wgs, c.wg) + 8 * r
+            if row < work.extent.seqlen_q:
+                start = mO.iterator + cute.crd2idx((row, lane_column), mO.layout)
+                for i in cutlass.range_constexpr(cute.size(merged) // VECTOR):
+                    e = VECTOR * i + 2 * r
+                    if lane_column + 8 * i < mO.shape[1]:
+                        word = ptx.pack(merged[e], merged[e + 1], self.dtype)
+                        ptx.store_word(start + 8 * i, word)
