@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = (
     "packed_wide", "used_backward", "narrow", "capture", "public", "used", "packed", "parts",
     "pages", "again", "deterministic", "turned_windows", "windows", "pair", "single", "softcap",
-    "helpers", "far", "repeats",
+    "helpers", "far", "repeats", "tail", "tail_repeats", "tail_tune",
 )  # fmt: skip
 TESTS = (
     "tests/kernels/attention/test_cute_sm90_gpu.py",

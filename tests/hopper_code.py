@@ -56,6 +56,23 @@ class Code:
                 last = what
         return count
 
+    def shortest_step(self) -> int:
+        """Instructions of the shortest loop with products and exponentials: a step that needs no
+        mask."""
+        line = r"^\s+/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?([A-Z][\w.]*) ?(.*?) ?;"
+        found = [(int(at, 16), *rest) for at, *rest in re.findall(line, self.sass, re.M)]
+        place = {one[0]: index for index, one in enumerate(found)}
+        lengths = []
+        for index, (at, _, name, operands) in enumerate(found):
+            target = re.search(r"0x([0-9a-f]+)", operands) if name == "BRA" else None
+            if target is None or int(target[1], 16) >= at:
+                continue
+            body = found[place[int(target[1], 16)] : index + 1]
+            names = {one[2].split(".64x")[0] for one in body}
+            if {"HGMMA", "MUFU.EX2"} <= names:
+                lengths.append(len(body))
+        return min(lengths)
+
     @property
     def moved(self) -> list[int]:
         """What setmaxnreg asks for, ascending."""
@@ -139,8 +156,12 @@ def _forward(code: Code, traits: cfg.ForwardTraits, config: cfg.ForwardConfig) -
     assert code.moved == sorted(cfg.registers(config, traits))
     qk, pv = traits.head_dim // 16, config.block_k // 16
     steps = 3 if traits.has_left else 2  # masked, unmasked, and the window's left edge
-    assert code.count(r"\bHGMMA\b") == 2 * qk + steps * (qk + pv) + pv
-    assert code.count(r"WARPGROUP\.DEPBAR") <= 3 * steps + 4
+    walks = 2 if config.split_tail else 1  # of whole tiles, of pieces
+    assert code.count(r"\bHGMMA\b") == qk + walks * (qk + steps * (qk + pv) + pv)
+    assert code.count(r"WARPGROUP\.DEPBAR") <= walks * (3 * steps + 2) + 2
+    # Draws, ends, and pieces: counted by one thread, read as L2 has them.
+    assert code.count(r"\bATOMG\b") == 2 * config.persistent + config.split_tail
+    assert bool(code.count(r"\bLDG\.E\.128\.STRONG\.GPU\b")) == config.split_tail
     assert code.count(r"\bUTMALDG\b") and code.count(r"\bUTMASTG\b")
 
 

@@ -130,7 +130,9 @@ def test_a_gpu_test_asks_for_what_it_runs_on_a_gpu():
 def test_everything_names_what_there_is():
     root = Path(export_kernels.__file__).parents[1]
     benchmarks = root / "benchmarks/kernels/attention"
-    said = "".join((benchmarks / f"verify_hopper{n}.py").read_text() for n in ("", "_cached"))
+    said = "".join(
+        (benchmarks / f"verify_hopper{n}.py").read_text() for n in ("", "_cached", "_tail")
+    )
     for what in EVERYTHING:
         if ".py" in what:
             assert (root / what).exists() and "mark.gpu" in (root / what).read_text()

@@ -9,10 +9,11 @@ deterministic, turned_windows (deterministic windows), windows (by persistent bl
 themselves) and window_repeats, quick_end (gradients of keys row by row), ahead (rows prepared
 and finished by idle warps) and ahead_repeats, polynomials (of exponentials), packed_wide and
 used_backward (sequences that end early), far (scores far below zero), repeats, tune (times
-variants; prints, writes nothing); those of the forward over caches are in verify_hopper_cached.py.
-Every gradient is compared with the fp64 reference: error <= 2 x PyTorch's in the same dtype + one
-rounding. Lines begin with ok, BAD or missing (a kernel that is not in the cache of a machine
-without the DSL); the last is JSON. What a call costs the host: bench_host.py.
+variants; prints, writes nothing). The forward's are in verify_hopper_cached.py (over caches) and
+verify_hopper_tail.py (whose last tiles are cut). Every gradient is compared with the fp64
+reference: error <= 2 x PyTorch's in the same dtype + one rounding. Lines begin with ok, BAD or
+missing (a kernel that is not in the cache of a machine without the DSL); the last is JSON. What a
+call costs the host: bench_host.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 import bench_attention_hopper as bench
 import torch
 import verify_hopper_cached as cached
+import verify_hopper_tail as tail
 
 from ridgeline.core.errors import UserError
 from ridgeline.kernels.attention import calls, cute_sm90, ref
@@ -513,10 +515,15 @@ def in_turns(cell: bench.Cell, variants: list[Variant]) -> dict[str, list]:
 
 def main() -> None:
     groups = {name.removeprefix("group_"): f for name, f in globals().items() if "group_" in name}
-    groups |= cached.groups(say)
+    groups |= cached.groups(say) | tail.groups(say)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--group", choices=sorted(groups), required=True)
+    parser.add_argument("--fa3", help="peer of tail_tune: library of vLLM's FlashAttention-3")
+    parser.add_argument("--fa4", action="store_true", help="another: flash_attn.cute")
     args = parser.parse_args()
+    if args.fa3:
+        torch.ops.load_library(args.fa3)
+    groups |= tail.groups(say, bench.Peers(fa3=args.fa3 is not None, fa4=args.fa4))
     torch.manual_seed(0)
     groups[args.group]()
     print(json.dumps({"op": "attention", "group": args.group, **counts}))

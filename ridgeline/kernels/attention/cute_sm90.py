@@ -44,6 +44,7 @@ from ridgeline.kernels.attention.cute_sm90_cached_config import CachedTraits, fo
 from ridgeline.kernels.attention.cute_sm90_choice import forward_kernel
 from ridgeline.kernels.attention.cute_sm90_config import heads_per_section, padded
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
+from ridgeline.kernels.attention.cute_sm90_tail_config import counter_words, pieces_shape, tail_of
 from ridgeline.kernels.attention.problem import (
     AttentionExtras,
     AttentionGrads,
@@ -53,6 +54,7 @@ from ridgeline.kernels.attention.problem import (
 from ridgeline.kernels.attention.recent import Recent
 
 _counters: dict[int, torch.Tensor] = {}
+_tail_counters: dict[int, torch.Tensor] = {}
 _plans: Recent[Plan] = Recent(2048)
 _option_values = operator.attrgetter(*[field.name for field in fields(AttentionOptions)])
 """A tuple is hashed and compared in half of the time of a dataclass."""
@@ -81,7 +83,7 @@ def prepare_forward(
     """`forward` of dense tensors of these shapes, strides, dtypes and device, without extras: its
     plan is found already."""
     plan = _planned("fwd", (q, k, v), options, _NOTHING)
-    if plan.copied or plan.empty or plan.cached is not None:
+    if plan.copied or plan.empty or plan.cached is not None or plan.pieces is not None:
         return functools.partial(_forward, plan, _NOTHING)
     kernel, device, numbers, make_out, make_lse = (
         plan.kernel, plan.device, plan.numbers, plan.out, plan.lse,
@@ -128,6 +130,10 @@ def _forward(
     if plan.cached is not None:
         arguments = plan.cached.arguments(plan.readable(q, k, v), out, lse, extras)
         plan.kernel(*arguments, *plan.numbers)
+        return out, lse
+    if plan.pieces is not None:
+        tensors = (*plan.readable(q, k, v), out, lse, extras.sinks_H, plan.pieces())
+        plan.kernel(*tensors, _tail_counter(q, plan.device), *plan.numbers)
         return out, lse
     plan.kernel(
         *plan.readable(q, k, v),
@@ -336,6 +342,8 @@ class Plan:
     together: int = 0
     cached: Cached | None = None
     """What a forward by the kernel of caches needs beside."""
+    pieces: Make | None = None
+    """The workspace of a forward whose last tiles are cut."""
 
     def readable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors, or copies where TMA cannot read their strides or address."""
@@ -427,13 +435,18 @@ def _plan(
             forward_kernel(problem, arch),
             (heads_per_section(problem, arch), arch.num_units),
         )
-        more = None
+        more = pieces = None
         if isinstance(key[0], CachedTraits):
             more, key, last = cached(q, v, problem, arch, options.num_splits)
+        elif key[1].split_tail:
+            cut = tail_of(problem, key[1], arch)
+            pieces = maker(q, pieces_shape(cut, key[1], key[0]), torch.float32)
+            last = (*last, cut.ranges)
         return Plan(
             kernel=library.kernel(*key),
             numbers=(*scalars, *last),
             cached=more,
+            pieces=pieces,
             out=maker(q, shape),
             lse=maker(q, lse_shape, torch.float32),
             empty=q.shape[0] == 0,
@@ -484,4 +497,17 @@ def _counter(q: torch.Tensor, device: int) -> torch.Tensor:
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=q.device)
+    return counter
+
+
+def _tail_counter(q: torch.Tensor, device: int) -> torch.Tensor:
+    """The same with a word for each piece's place and warpgroup, which launches leave at zero too:
+    enough for any launch, as those of a stream may be of different shapes."""
+    words = counter_words(_arch(device).num_units)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int32, device=q.device)
+    key = _stream(device) << 8 | device
+    counter = _tail_counters.get(key)
+    if counter is None:
+        counter = _tail_counters[key] = torch.zeros(words, dtype=torch.int32, device=q.device)
     return counter

@@ -188,6 +188,8 @@ def why_invalid(config: CachedConfig, traits: CachedTraits) -> str | None:
         return f"a block of {config.block_k} keys is not whole boxes of {traits.page_rows}"
     if traits.leftpad and not traits.has_left:
         return "leftpad needs has_left"
+    if config.split_tail:
+        return "split_tail is the other forward's: here keys are split for all tiles"
     return _why_no_room(config, traits)
 
 

@@ -15,14 +15,15 @@ from ridgeline.kernels.attention.cute_sm90_config import (
     forward_config,
     forward_traits,
 )
+from ridgeline.kernels.attention.cute_sm90_tail_config import settled
 from ridgeline.kernels.attention.problem import AttentionProblem
 
 
 def forward_kernel(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTraits, ForwardConfig]:
     """(traits, config): the choice of `forward_key`, but where only speed speaks for the kernel of
-    caches and this machine cannot have it, the other."""
-    key = forward_key(problem, arch)
-    optional = isinstance(key[0], CachedTraits) and not needs_lengths(problem)
-    if optional and not arch.pretended and cache.why_missing(*key) is not None:
-        return forward_traits(problem), forward_config(problem, arch)
-    return key
+    caches and this machine cannot have it, the other. The last tiles are cut only where it pays."""
+    traits, config = forward_key(problem, arch)
+    optional = isinstance(traits, CachedTraits) and not needs_lengths(problem)
+    if optional and not arch.pretended and cache.why_missing(traits, config) is not None:
+        traits, config = forward_traits(problem), forward_config(problem, arch)
+    return traits, settled(problem, config, arch)

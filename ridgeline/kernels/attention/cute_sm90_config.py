@@ -68,6 +68,9 @@ class ForwardConfig:
     """O leaves through Q's shared memory."""
     persistent: bool = True
     """Blocks of threads take tiles from a queue instead of one each."""
+    split_tail: bool = False
+    """The tiles that fill no whole wave are cut along their keys (cute/tail.py); where that pays:
+    cute_sm90_tail_config.py."""
 
 
 def rows_per_block(config: ForwardConfig) -> int:
@@ -95,8 +98,9 @@ def consumer_registers(config: ForwardConfig, traits: ForwardTraits) -> int:
 
 def registers(config: ForwardConfig, traits: ForwardTraits) -> tuple[int, int]:
     """(producer, consumer) registers a thread after setmaxnreg."""
-    if traits.varlen and config.num_warpgroups == 2:
-        return 40, 232  # finding a tile among packed sequences takes more than 24
+    split_wide = config.split_tail and traits.head_dim > 128
+    if (traits.varlen or split_wide) and config.num_warpgroups == 2:
+        return 40, 232  # finding a tile among packed sequences, or a piece, takes more than 24
     return REGISTERS[config.num_warpgroups]
 
 
@@ -127,10 +131,21 @@ def why_invalid(config: ForwardConfig, traits: ForwardTraits) -> str | None:
         )
     if traits.varlen and not config.persistent:
         return "packed sequences need a persistent schedule"
+    if config.split_tail and (why := _why_no_tail(config, traits)) is not None:
+        return f"split_tail needs {why}"
     have = registers(config, traits)[1]
     if (need := consumer_registers(config, traits)) > min(have, 255):
         return f"needs about {need} registers a thread, a consumer has {have}"
     return None
+
+
+def _why_no_tail(config: ForwardConfig, traits: ForwardTraits) -> str | None:
+    """What is lacking where tiles are to be cut that take equally long, or None."""
+    if traits.has_left or traits.has_right:
+        return "tiles of equal length: no causal mask and no window"
+    if traits.varlen or traits.seqused:
+        return "tiles of equal length: dense sequences, used whole"
+    return None if config.persistent else "a persistent schedule"
 
 
 def padded(head_dim: int) -> int:

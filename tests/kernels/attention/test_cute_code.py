@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hop
 from ridgeline.core.arch import KNOWN
 from ridgeline.kernels.attention import cute_sm90_backward_config as bwd
 from ridgeline.kernels.attention import cute_sm90_cached_config as cached
+from ridgeline.kernels.attention import cute_sm90_config as cfg
 from ridgeline.kernels.attention.cute import cache as cache_
 from ridgeline.kernels.attention.cute import library
 from ridgeline.kernels.attention.problem import AttentionProblem
@@ -44,6 +46,12 @@ FORWARD = {
         128, causal=True, window_left=128, softcap=30.0, sinks=True, dtype="float16"
     ),
     "256-causal-packed": problem(256, causal=True, varlen=True),
+}
+TAILS = {
+    "64": problem(64),
+    "128": problem(128),
+    "192-128-softcap-sinks-fp16": problem((192, 128), softcap=30.0, sinks=True, dtype="float16"),
+    "256": problem(256),
 }
 FEW = dict(seqlen_q=1, seqused=True)
 CACHED = {
@@ -99,3 +107,33 @@ def check_key(traits: Any, config: Any) -> None:
 def test_forward(asked: AttentionProblem, cache: Path) -> None:
     assert cached.forward_refuses(asked, H200) is None
     check(asked)
+
+
+def tail_key(asked: AttentionProblem) -> tuple[Any, Any]:
+    """A forward whose last tiles are cut, whether that pays or not."""
+    traits, config = cfg.forward_traits(asked), cfg.forward_config(asked, H200)
+    config = replace(config, split_tail=True)
+    assert cfg.why_invalid(config, traits) is None
+    return traits, config
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_cut_tails(name: str, cache: Path) -> None:
+    check_key(*tail_key(TAILS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [*DIMS, (32, 32), (160, 160), (256, 64), (192, 96)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(softcap=30.0, sinks=True), dict(seqlen_q=512)])
+def test_cut_tails_of_every_head_dim(dims: tuple, options: dict[str, Any], cache: Path) -> None:
+    check_key(*tail_key(problem(dims, **options)))
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_cut_tails_leave_the_walk_as_long_as_it_was(dim: int, cache: Path) -> None:
+    asked = problem(dim)
+    cut, plain = (
+        hopper_code.code_of(library.compile_kernel(*key)).shortest_step()
+        for key in (tail_key(asked), key_of(asked))
+    )
+    assert cut <= plain

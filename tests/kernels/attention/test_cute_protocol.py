@@ -185,11 +185,18 @@ class Simulation:
                     self.k.release(at + 1 + i)
                     yield from self.pass_values(wg, t, block, 1, at + 1 + i)
             if self.reuse:
+                yield from self.epilogue(wg, t, tile)
                 self.q[wg].release(t)
             yield from self.first_product(wg, t + 1, following, skipped, at + 1 + left)
             if not (self.reuse or left_bounded):
                 self.v.release(at)
+            if not self.reuse:
+                yield from self.epilogue(wg, t, tile)
             tile, at, t = following, at + 1 + left, t + 1
+
+    def epilogue(self, wg: int, t: int, tile: int) -> Step:
+        """Storing waits for nobody."""
+        yield from ()
 
     def skipped(self, tile: int | None, wg: int) -> int:
         return 0 if tile is None else self.whole(tile).end - self.own(tile, wg).end

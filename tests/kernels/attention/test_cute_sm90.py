@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi (pip install ridgeline[hopper]) is not here")
 
-from ridgeline.core.arch import KNOWN
+from ridgeline.core.arch import KNOWN, Arch
 from ridgeline.kernels.attention import calls, cute_sm90
 from ridgeline.kernels.attention.cute.blocks import UNBOUNDED
 from ridgeline.kernels.attention.cute_sm90_backward_config import BackwardConfig
@@ -174,6 +174,41 @@ def test_arguments_of_a_forward(launches: list[tuple]) -> None:
     for _, given in launches:
         assert given[0].is_contiguous() and given[0].data_ptr() % 16 == 0
     assert torch.equal(launches[0][1][0], moved)
+
+
+def test_arguments_of_a_forward_whose_last_tiles_are_cut(
+    launches: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workspace a call, counters a stream; a graph that is being captured gets its own."""
+    plain = cute_sm90.forward_kernel
+
+    def split(problem: AttentionProblem, arch: Arch) -> tuple:
+        traits, config = plain(problem, arch)
+        return traits, replace(config, split_tail=True)
+
+    monkeypatch.setattr(cute_sm90, "forward_kernel", split)
+    monkeypatch.setattr(cute_sm90, "_tail_counters", {})
+    q = torch.randn(1, 200, 70, 128).to(torch.bfloat16)  # 140 tiles: 8 are cut
+    k = torch.randn(1, 500, 70, 128).to(torch.bfloat16)  # 4 key blocks
+    options = AttentionOptions(softmax_scale=0.1)
+    sinks = AttentionExtras(sinks_H=torch.zeros(70))
+    prepared = cute_sm90.prepare_forward(q, k, k, options)
+    for extras in (AttentionExtras(), sinks, None):
+        out, lse = prepared(q, k, k) if extras is None else cute_sm90.forward(
+            q, k, k, options, extras
+        )  # fmt: skip
+        (_, config), given = launches[-1]
+        assert config.split_tail and len(given) == 15
+        assert all(a is b for a, b in zip(given[:5], (q, k, k, out, lse), strict=True))
+        assert given[5] is (None if extras is None else extras.sinks_H)
+        ranges = given[14]
+        assert given[6].shape == (ranges + 8, 2, 17, 512) and given[6].dtype == torch.float32
+        assert given[7].dtype == torch.int32 and not given[7].any()
+        assert given[8:10] == (0.1, 0.0) and given[13] == KNOWN["sm90"].num_units
+    assert launches[0][1][7] is launches[1][1][7] and launches[0][1][6] is not launches[1][1][6]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cute_sm90.forward(q, k, k, options, AttentionExtras())
+    assert launches[-1][1][7] is not launches[0][1][7] and not launches[-1][1][7].any()
 
 
 @pytest.mark.parametrize(("dim", "block_q"), [(64, 128), (128, 64), (256, 64)])

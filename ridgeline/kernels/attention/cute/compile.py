@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ridgeline.kernels.attention.cute.backward_persistent import PersistentBackw
 from ridgeline.kernels.attention.cute.cache import ARCHITECTURE, Config, Traits
 from ridgeline.kernels.attention.cute.cached import CachedForward
 from ridgeline.kernels.attention.cute.forward import Forward
+from ridgeline.kernels.attention.cute.forward_tail import TailForward
 from ridgeline.kernels.attention.cute.mainloop import DTYPES
 from ridgeline.kernels.attention.cute.roles import BackwardByRoles
 from ridgeline.kernels.attention.cute_sm90_backward_config import (
@@ -28,6 +30,7 @@ from ridgeline.kernels.attention.cute_sm90_backward_config import (
 from ridgeline.kernels.attention.cute_sm90_cached_config import CachedConfig, CachedTraits
 from ridgeline.kernels.attention.cute_sm90_config import ForwardConfig, ForwardTraits
 from ridgeline.kernels.attention.cute_sm90_roles_config import RolesConfig
+from ridgeline.kernels.attention.cute_sm90_tail_config import pieces_row
 
 
 def trace(traits: Traits, config: Config, cubin_dir: Path | None = None) -> Any:
@@ -46,6 +49,9 @@ def _compile(traits: Traits, config: Config, options: str) -> Any:
         arguments = (*_cached_tensors(traits), *numbers, stream)
         return cute.compile(CachedForward(traits, config), *arguments, options=options)
     if isinstance(traits, ForwardTraits) and isinstance(config, ForwardConfig):
+        if config.split_tail:
+            arguments = (*_tail_tensors(traits, config), *numbers, Int32(1), stream)
+            return cute.compile(TailForward(traits, config), *arguments, options=options)
         arguments = (*_forward_tensors(traits), *numbers, stream)
         return cute.compile(Forward(traits, config), *arguments, options=options)
     assert isinstance(traits, BackwardTraits) and not isinstance(config, ForwardConfig)
@@ -110,6 +116,16 @@ def _forward_tensors(traits: ForwardTraits) -> list[Any]:
         x.vector(Int32, cute.sym_int32(), traits.seqused),
         x.vector(Int32, 2),
     ]
+
+
+def _tail_tensors(traits: ForwardTraits, config: ForwardConfig) -> list[Any]:
+    *tensors, starts_q, starts_k, used, _ = _forward_tensors(traits)
+    assert starts_q is starts_k is used is None
+    shape = (cute.sym_int32(), *pieces_row(config, traits))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    pieces = make_fake_tensor(Float32, shape, tuple(strides), assumed_align=16)
+    counter = make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4)
+    return [*tensors, pieces, counter]
 
 
 def _cached_tensors(traits: CachedTraits) -> list[Any]:

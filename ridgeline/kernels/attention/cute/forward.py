@@ -129,6 +129,9 @@ class Shared:
 class Forward:
     """The kernel for one (traits, config); `__call__` is the host function that is compiled."""
 
+    records = QUEUE_STAGES
+    """Of RECORD_WORDS in shared memory: the work queue's, and those of a kernel built on this."""
+
     def __init__(self, traits: ForwardTraits, config: ForwardConfig):
         self.traits = traits
         self.config = config
@@ -163,11 +166,36 @@ class Forward:
 
         Packed: the same without B, tokens for S and T. Optional tensors are None.
         """
+        layouts = self._layouts()
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        tensors = self._globals((q, k, v, o, lse), sinks, cu_seqlens, seqused_k, counter, layouts)
+        scalars = Scalars(softmax_scale, softcap, window_left, window_right, heads_per_section)
+        grid = num_sms
+        if cutlass.const_expr(not self.traits.varlen):
+            num_tiles = self._order(tensors, scalars).num_tiles()
+            grid = cutlass.min(num_tiles, num_sms) if self.config.persistent else num_tiles
+        self._launch(tensors, scalars, layouts, grid, stream)
+
+    def _launch(self, tensors: Globals, scalars: Scalars, layouts, grid, stream):
+        self.kernel(tensors, scalars, *layouts).launch(
+            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    def _layouts(self):
+        """Of Q, K, V and O in shared memory."""
+        cfg, dims = self.config, self.traits
+        return (
+            self._row_layout(ROWS, dims.head_dim, self.wgs * cfg.q_stages),
+            self._row_layout(cfg.block_k, dims.head_dim, cfg.stages),
+            self._column_layout(dims.head_dim_v, cfg.block_k, cfg.stages),
+            self._row_layout(ROWS, dims.head_dim_v, self.wgs),
+        )
+
+    def _globals(self, given, sinks, cu_seqlens, seqused_k, counter, layouts) -> Globals:
+        """given: q, k, v, o and lse as `__call__` has them."""
         cfg, dims, packed = self.config, self.traits, self.traits.varlen
-        layout_q = self._row_layout(ROWS, dims.head_dim, self.wgs * cfg.q_stages)
-        layout_k = self._row_layout(cfg.block_k, dims.head_dim, cfg.stages)
-        layout_v = self._column_layout(dims.head_dim_v, cfg.block_k, cfg.stages)
-        layout_o = self._row_layout(ROWS, dims.head_dim_v, self.wgs)
+        q, k, v, o, lse = given
+        layout_q, layout_k, layout_v, layout_o = layouts
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         by_token = (0, 2, 1) if packed else (1, 3, 2, 0)
         by_column = (2, 0, 1) if packed else (3, 1, 2, 0)
@@ -184,8 +212,7 @@ class Forward:
         tma_o, mO = cpasync.make_tiled_tma_atom(
             store, plain_o, one_stage(layout_o), (ROWS, dims.head_dim_v)
         )
-        num_batches = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
-        tensors = Globals(
+        return Globals(
             mQ=mQ,
             mK=mK,
             mV=mV,
@@ -194,20 +221,12 @@ class Forward:
             mLSE=modes(lse, (1, 0) if packed else (2, 1, 0)),
             mSinks=sinks,
             counter=counter,
-            lengths=Lengths(mQ.shape[0], mK.shape[0], cu_seqlens_q, cu_seqlens_k, seqused_k),
-            num_batches=num_batches,
+            lengths=Lengths(mQ.shape[0], mK.shape[0], *cu_seqlens, seqused_k),
+            num_batches=cu_seqlens[0].shape[0] - 1 if packed else q.shape[0],
             tma_q=tma_q,
             tma_k=tma_k,
             tma_v=tma_v,
             tma_o=tma_o,
-        )
-        scalars = Scalars(softmax_scale, softcap, window_left, window_right, heads_per_section)
-        grid = num_sms
-        if cutlass.const_expr(not packed):
-            num_tiles = self._order(tensors, scalars).num_tiles()
-            grid = cutlass.min(num_tiles, num_sms) if cfg.persistent else num_tiles
-        self.kernel(tensors, scalars, layout_q, layout_k, layout_v, layout_o).launch(
-            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     def _row_layout(self, rows: int, columns: int, stages: int):
@@ -275,7 +294,7 @@ class Forward:
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, q_words + 4 * stages + 2 * QUEUE_STAGES)
         records = smem.allocate_tensor(
-            Int32, cute.make_layout((QUEUE_STAGES, RECORD_WORDS), stride=(RECORD_WORDS, 1)), 16
+            Int32, cute.make_layout((self.records, RECORD_WORDS), stride=(RECORD_WORDS, 1)), 16
         )
         sQ = smem.allocate_tensor(self.dtype, layout_q.outer, 1024, swizzle=layout_q.inner)
         sK = smem.allocate_tensor(self.dtype, layout_k.outer, 1024, swizzle=layout_k.inner)
@@ -294,8 +313,11 @@ class Forward:
             q_barriers=barriers,
             k_ring=Ring(k_barriers, stages),
             v_ring=Ring(k_barriers + 2 * stages, stages),
-            queue=WorkQueue(queue_ring, records, tensors.counter),
+            queue=self._queue(queue_ring, records, tensors),
         )
+
+    def _queue(self, ring: Ring, records: cute.Tensor, tensors: Globals) -> WorkQueue:
+        return WorkQueue(ring, records, tensors.counter)
 
     @cute.jit
     def _init_barriers(self, shared: Shared):
@@ -382,10 +404,13 @@ class Forward:
 
     @cute.jit
     def _finish_producing(self, tensors: Globals, shared: Shared, position: Int32):
-        extent = tensors.lengths.extent(Int32(0))
-        shared.queue.announce(position, Work(Int32(NONE), Int32(0), Int32(0), extent))
+        shared.queue.announce(position, self._no_work(tensors))
         if cutlass.const_expr(self.config.persistent):
             shared.queue.retire()
+
+    def _no_work(self, tensors: Globals) -> Work:
+        """Says: no more tiles."""
+        return Work(Int32(NONE), Int32(0), Int32(0), tensors.lengths.extent(Int32(0)))
 
     @cute.jit
     def _load_tile(
@@ -456,35 +481,7 @@ class Forward:
         skipped = self._blocks(scalars, work).end - self._own_blocks(scalars, work, wg).end
         more = work.block != NONE
         self.mainloop.first_product(consumer, more, skipped, position, kv_position)
-        while work.block != NONE:
-            blocks, own = self._blocks(scalars, work), self._own_blocks(scalars, work, wg)
-            mask = self._mask(scalars, work, wg)
-            self.mainloop.pass_values(consumer, blocks.end - own.end, kv_position)
-            kv_position += blocks.end - own.end
-            kv_position = self.mainloop.walk(consumer, mask, own, position, kv_position)
-            following = shared.queue.take(position + 1)
-            after = kv_position + 1 + own.begin - blocks.begin
-            skipped = self._blocks(scalars, following).end
-            skipped -= self._own_blocks(scalars, following, wg).end
-            more = following.block != NONE
-            shared.v_ring.wait_full(kv_position)
-            self.mainloop.issue_pv(consumer, kv_position)
-            if cutlass.const_expr(self.config.output_reuses_q or self.traits.has_left):
-                warpgroup.wait_group(0)
-                release(shared.v_ring, kv_position)
-                self.mainloop.pass_blocks(consumer, own.begin - blocks.begin, kv_position + 1)
-            if cutlass.const_expr(self.config.output_reuses_q):
-                self._epilogue(tensors, shared, consumer, work, position)
-                self.mainloop.first_product(consumer, more, skipped, position + 1, after)
-            else:
-                self.mainloop.first_product(consumer, more, skipped, position + 1, after)
-                if cutlass.const_expr(not self.traits.has_left):
-                    warpgroup.wait_group(1)
-                    release(shared.v_ring, kv_position)
-                self._epilogue(tensors, shared, consumer, work, position)
-            work = following
-            kv_position = after
-            position += 1
+        self._tiles(tensors, scalars, shared, consumer, work)
         warpgroup.wait_group(0)
         if cutlass.const_expr(self.traits.varlen):
             self._clear_rest(tensors)
@@ -492,9 +489,62 @@ class Forward:
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
+    def _tiles(self, tensors: Globals, scalars: Scalars, shared: Shared, c: Consumer, work: Work):
+        """One tile after the other; the first S of `work` is under way."""
+        kv_position, position = Int32(0), Int32(0)
+        while work.block != NONE:
+            work, kv_position = self._tile(
+                tensors, scalars, shared, c, work, position, kv_position, self._epilogue
+            )
+            position += 1
+
+    @cute.jit
+    def _tile(
+        self,
+        tensors: Globals,
+        scalars: Scalars,
+        shared: Shared,
+        c: Consumer,
+        work: Work,
+        position: Int32,
+        kv_position: Int32,
+        epilogue: cutlass.Constexpr,
+    ):
+        """A tile whose first S is under way, to its end and the next one's first S.
+
+        Returns that one and its ring position.
+        """
+        blocks, own = self._blocks(scalars, work), self._own_blocks(scalars, work, c.wg)
+        mask = self._mask(scalars, work, c.wg)
+        self.mainloop.pass_values(c, blocks.end - own.end, kv_position)
+        kv_position += blocks.end - own.end
+        kv_position = self.mainloop.walk(c, mask, own, position, kv_position)
+        following = shared.queue.take(position + 1)
+        after = kv_position + 1 + own.begin - blocks.begin
+        skipped = self._blocks(scalars, following).end
+        skipped -= self._own_blocks(scalars, following, c.wg).end
+        more = following.block != NONE
+        shared.v_ring.wait_full(kv_position)
+        self.mainloop.issue_pv(c, kv_position)
+        if cutlass.const_expr(self.config.output_reuses_q or self.traits.has_left):
+            warpgroup.wait_group(0)
+            release(shared.v_ring, kv_position)
+            self.mainloop.pass_blocks(c, own.begin - blocks.begin, kv_position + 1)
+        if cutlass.const_expr(self.config.output_reuses_q):
+            epilogue(tensors, shared, c, work, position)
+            self.mainloop.first_product(c, more, skipped, position + 1, after)
+        else:
+            self.mainloop.first_product(c, more, skipped, position + 1, after)
+            if cutlass.const_expr(not self.traits.has_left):
+                warpgroup.wait_group(1)
+                release(shared.v_ring, kv_position)
+            epilogue(tensors, shared, c, work, position)
+        return following, after
+
+    @cute.jit
     def _mask(self, scalars: Scalars, work: Work, wg: Int32) -> Mask:
         return Mask(
-            row=_first_row(work, self.wgs, wg),
+            row=first_row(work, self.wgs, wg),
             lane_column=2 * (cute.arch.lane_idx() % 4),
             seqlen_k=work.extent.seqlen_k,
             shift=work.extent.seqlen_k - work.extent.seqlen_q,
@@ -524,7 +574,7 @@ class Forward:
 
     @cute.jit
     def _store_lse(self, tensors: Globals, c: Consumer, work: Work):
-        row = _first_row(work, self.wgs, c.wg)
+        row = first_row(work, self.wgs, c.wg)
         for r in cutlass.range_constexpr(2):
             if (cute.arch.lane_idx() % 4 == 0) & (row + 8 * r < work.extent.seqlen_q):
                 if cutlass.const_expr(self.traits.varlen):
@@ -593,7 +643,7 @@ class Forward:
             if cute.arch.thread_idx()[0] % WARPGROUP_THREADS == 0:
                 c.operands.q_ring.release(position)
         mO = cute.domain_offset((work.extent.offset_q, 0), tensors.mO_plain[None, None, work.head])
-        output, first = flat(c.O), _first_row(work, self.wgs, c.wg)
+        output, first = flat(c.O), first_row(work, self.wgs, c.wg)
         lane_column = 2 * (cute.arch.lane_idx() % 4)
         for e in cutlass.range_constexpr(cute.size(output)):
             row = first + 8 * accumulator_row(e)
@@ -629,7 +679,7 @@ def one_stage(layout: Any):
     return cute.slice_(layout, (None, None, 0))
 
 
-def _first_row(work: Work, warpgroups: int, wg: Int32) -> Int32:
+def first_row(work: Work, warpgroups: int, wg: Int32) -> Int32:
     """The first of this thread's two query rows (the other is 8 further)."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     in_group = thread // 32 * 16 + thread % 32 // 4

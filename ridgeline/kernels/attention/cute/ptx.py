@@ -112,17 +112,7 @@ def unpack(pair: Int32, dtype, *, loc=None, ip=None) -> tuple[Float32, Float32]:
 @dsl_user_op
 def add_to_global(pointer, a, b, c, d, *, loc=None, ip=None) -> None:
     """Four fp32 added atomically to 16 aligned bytes of global memory; nothing comes back."""
-    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
-    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
-    llvm.inline_asm(
-        None,
-        [address, *values],
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    _four_to_global("red.relaxed.gpu.global.add.v4.f32", pointer, (a, b, c, d), loc, ip)
 
 
 @dsl_user_op
@@ -202,6 +192,61 @@ def bulk_send(target, source, num_bytes, barrier, rank, *, loc=None, ip=None) ->
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
         "[there], [$1], $2, [counter]; }",
         "r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def store_vector(pointer, a, b, c, d, *, loc=None, ip=None) -> None:
+    """Four fp32 to 16 aligned bytes of global memory."""
+    _four_to_global("st.global.v4.f32", pointer, (a, b, c, d), loc, ip)
+
+
+@dsl_user_op
+def load_vector(pointer, *, loc=None, ip=None) -> tuple[Float32, Float32, Float32, Float32]:
+    """Four fp32 of 16 aligned bytes of global memory, as L2 has them: another multiprocessor may
+    have written them in this launch."""
+    four = llvm.inline_asm(
+        llvm.StructType.get_literal([T.f32()] * 4),
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+        "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+        "=f,=f,=f,=f,l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    parts = [llvm.extractvalue(T.f32(), four, [i], loc=loc, ip=ip) for i in range(4)]
+    a, b, c, d = (Float32(part) for part in parts)
+    return a, b, c, d
+
+
+@dsl_user_op
+def store_word(pointer, word, *, loc=None, ip=None) -> None:
+    """A register to 4 aligned bytes of global memory."""
+    llvm.inline_asm(
+        None,
+        [
+            pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            Int32(word).ir_value(loc=loc, ip=ip),
+        ],
+        "st.global.b32 [$0], $1;",
+        "l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def _four_to_global(instruction: str, pointer, four: tuple, loc, ip) -> None:
+    """An instruction with an address and four fp32."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None,
+        [address, *(Float32(x).ir_value(loc=loc, ip=ip) for x in four)],
+        f"{instruction} [$0], {{$1, $2, $3, $4}};",
+        "l,f,f,f,f",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,

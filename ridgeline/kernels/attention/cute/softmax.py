@@ -129,6 +129,11 @@ class Softmax:
             output[e] = output[e] * self.rescale[accumulator_row(e)]
 
     @cute.jit
+    def weight(self, shift: Float32, r: cutlass.Constexpr[int]) -> Float32:
+        """What sums and O of another shift are to be multiplied by for row_max; 0 for -inf."""
+        return ptx.exp2((shift - _shift(self.row_max[r], True)) * self.scale_log2)
+
+    @cute.jit
     def finish(self, output: cute.Tensor, sink, has_sink: cutlass.Constexpr[bool]):
         """Divide O by the row sums; row_sum becomes the LSE (natural log). No keys: 0, -inf.
 
