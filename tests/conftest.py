@@ -17,7 +17,7 @@ from ridgeline.core import env
 torch.set_num_threads(1)
 
 NEEDED_MB = {"temporary files": 200, "the user cache": 500}
-"""With some room to spare: a worker's files come to 80 MB at the most, SmolLM2 fetched and converted and
+"""With room to spare: a worker's files come to 80 MB at the most, SmolLM2 fetched and converted and
 compiled kernels to 490 MB in an empty cache."""
 
 
