@@ -1,7 +1,7 @@
 """Result rows (benchmarks/results/<gpu>/<op>.jsonl) as cells: ours with the peers of the same run.
 
-A cell is current when it holds the newest row of one of our implementations for a problem; its
-peers and variants come from that row's run and from no other.
+A cell is current when it holds the newest row of one of our implementations for a problem, on a CPU
+of each kind of processor; its peers and variants come from that row's run and from no other.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def shape_of(row: Row) -> dict[str, Any]:
 
 
 def _problem(row: Row) -> tuple[str, ...]:
-    keys = ("gpu_folder", "op", "direction", "dtype")
+    keys = ("gpu_folder", "cpu", "op", "direction", "dtype")
     shape = json.dumps(shape_of(row), sort_keys=True)
     return (*(str(row.get(key)) for key in keys), shape)
 

@@ -45,6 +45,7 @@ def page(rows: list[Row]) -> str:
     for cell in cells:
         row = cell.row
         key = (row["gpu_folder"], row["op"], row.get("direction") or "", row["dtype"], cell.impl)
+        key = (*key, processor(row))
         groups.setdefault(key, []).append(cell)
     order = sorted(groups, key=lambda key: (key[0] == "cpu", key))  # GPUs before CPUs
     parts = [INTRO] + [section(key, groups[key]) for key in order]
@@ -60,9 +61,11 @@ def page(rows: list[Row]) -> str:
 
 def section(key: tuple[str, ...], cells: list[Cell]) -> str:
     """One implementation of one op, pass and dtype on one device."""
-    _, op, direction, dtype, impl = key
+    _, op, direction, dtype, impl, on = key
     what = " ".join(filter(None, (op, DIRECTIONS.get(direction, direction))))
-    heading = f"## {what}, `{impl}`, {dtype}, {gpu_text(cells[0].row)}"
+    heading = ", ".join(
+        filter(None, (f"## {what}", f"`{impl}`", dtype, gpu_text(cells[0].row), on))
+    )
     cells = sorted(cells, key=_order)
     variants = list(dict.fromkeys(name for cell in cells for name in cell.variants))
     peers = peer_columns(cells)
@@ -92,6 +95,11 @@ def section(key: tuple[str, ...], cells: list[Cell]) -> str:
     )  # fmt: skip
     about = caption(f"Ceilings: {ceilings(cells, names[unit])}.", cells)
     return f"{heading}\n\n{about}\n\n{markdown(header, body)}"
+
+
+def processor(row: Row) -> str:
+    """Which one, of a CPU's row."""
+    return str(row.get("cpu") or "") if row["gpu_folder"] == "cpu" else ""
 
 
 def ceilings(cells: list[Cell], unit: str) -> str:

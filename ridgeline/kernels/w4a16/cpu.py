@@ -52,6 +52,9 @@ _NUM_BAGS = len(Bags._fields)
 LEAST_WEIGHTS = 1 << 19
 """Weights of a layer from which `forward` takes the bags: their fixed cost is some 30 us, in which
 a matrix-vector product reads a small layer whole (two busy cores, AVX2, 2026-11-30)."""
+MOST_KNOWN_ROWS = 64
+"""Rows up to which a call through the wide weight goes the public call's short way: its checks are
+10 us, 3 % of 2048 x 2048 with AMX. More rows take long enough, and come in too many lengths."""
 BAGS_BEFORE_INT4 = 1
 """Most rows that an int4-exact weight sends through its bags (then int4)."""
 
@@ -215,9 +218,16 @@ def forward(
         return _int4(act_MK, ways.int4, prepared, bias_N)
     wide_NK = prepared.tensors[0]
     if wide_NK.dtype == act_MK.dtype and simple:
+        if M <= MOST_KNOWN_ROWS:
+            prepared.memo[act_MK.shape] = functools.partial(_linear, wide_NK)
         return F.linear(act_MK, wide_NK)
     acc_MN = F.linear(act_MK.to(wide_NK.dtype), wide_NK).float()
     return finish(acc_MN, bias_N, prepared.silu_mul, act_MK.dtype)
+
+
+def _linear(wide_NK: torch.Tensor, act_MK: torch.Tensor) -> torch.Tensor:
+    """What the public call finds in the memo for a shape that the wide weight serves."""
+    return F.linear(act_MK, wide_NK)
 
 
 def _by_bags(

@@ -112,7 +112,25 @@ def test_a_small_layer_is_not_worth_the_bags(monkeypatch) -> None:
         prepared = op.prepare(weight, torch.float32)
         out = op.w4a16_linear(torch.eye(128)[5:6], prepared)
         assert torch.equal(out[0], weight.dequantize()[:, 5])
-        assert (torch.Size((1, 128)) in prepared.memo) == (n == 96)
+        assert (1 in prepared.memo) == (n == 96)  # views of bags for one row
+
+
+def test_the_wide_weight_is_called_the_short_way(monkeypatch) -> None:
+    """The second call of a shape is not checked again; shapes are kept up to a number of rows."""
+    monkeypatch.setattr(cpu, "MOST_KNOWN_ROWS", 6)
+    monkeypatch.setattr(cpu, "rows_for_wide", lambda *, int4: 5)
+    weight = make_weight(96, 128, 64, symmetric=False)
+    prepared = op.prepare(weight, torch.float32)
+    for rows in (5, 6, 7):
+        act = torch.randn(rows, 128)
+        first = op.w4a16_linear(act, prepared)
+        assert (act.shape in prepared.memo) == (rows <= 6)
+        assert torch.equal(op.w4a16_linear(act, prepared), first)
+        assert torch.equal(first, torch.nn.functional.linear(act, weight.dequantize()))
+    monkeypatch.setattr(op, "_check_call", None)  # whoever comes there fails
+    assert op.w4a16_linear(torch.randn(6, 128), prepared).shape == (6, 96)
+    with pytest.raises(TypeError, match="not callable"):
+        op.w4a16_linear(torch.randn(7, 128), prepared)
 
 
 def test_bags_hold_every_width_and_uneven_groups() -> None:
