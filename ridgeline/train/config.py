@@ -34,6 +34,12 @@ def _finite(arg: str, value: float, low: float, high: float) -> None:
     _require(ok, arg, f"lie in [{low:g}, {high:g}]", value, "choose a value in that range")
 
 
+PRESET_NAMES = (
+    "tiny", "small", "medium", "smollm2-135m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
+)  # fmt: skip
+"""Of presets.py, whose shapes need PyTorch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
     """Which decoder is trained, and from which weights."""
@@ -47,7 +53,9 @@ class ModelChoice:
     """random: from (seed, parameter name); weights: the folder's, to train it further."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.preset), "model.preset", "name a shape", "''", "for example tiny")
+        known = self.folder is not None or self.preset in PRESET_NAMES
+        must = f"be one of {', '.join(PRESET_NAMES)}"
+        _require(known, "model.preset", must, repr(self.preset), "use one of these")
         if self.init == "weights":
             _require(
                 self.folder is not None,

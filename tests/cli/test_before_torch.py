@@ -1,4 +1,4 @@
-"""What `eval`, `generate`, `convert` and `serve` refuse before PyTorch is imported."""
+"""What `eval`, `generate`, `convert`, `serve` and `train` refuse before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def test_refusals_without_torch(tmp_path) -> None:
     score = ["eval", "--text", str(text), "--model"]
     answer = ["generate", "--prompt", "hi", "--model"]
     serve = ["serve", str(model), "--port", "0"]
+    train = ["train", "--data.files", str(text)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -61,6 +62,7 @@ def test_refusals_without_torch(tmp_path) -> None:
             ([*serve, "--watch", "nowhere"], 1, "must be a folder, got nowhere"),
             ([*serve, "--api-key-file", "none"], 1, "could not read the keys in none"),
             ([*serve[:2], "--port", port], 1, f"port {port} on 127.0.0.1 must be free"),
+            ([*train, "--model.preset", "nope"], 2, "preset must be one of tiny, small, medium"),
             ([*serve[:2], "--port", "70000"], 2, "port must lie in 0 .. 65535, got 70000"),
         ]
         done = subprocess.run(

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.core.errors import UserError
 from ridgeline.train import metrics
-from ridgeline.train.config import LogConfig
+from ridgeline.train.config import PRESET_NAMES, LogConfig
 from ridgeline.train.metrics import (
     Meter,
     MetricsLog,
@@ -33,6 +33,7 @@ def test_flops_of_a_step_by_hand():
 
 def test_presets_have_their_published_sizes():
     millions = {name: shape.num_params() / 1e6 for name, shape in PRESETS.items()}
+    assert tuple(millions) == PRESET_NAMES
     assert round(millions["smollm2-135m"], 1) == 134.5
     assert round(millions["llama-1b"]) == 1236
     assert round(millions["llama-3b"]) == 3213

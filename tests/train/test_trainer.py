@@ -288,7 +288,6 @@ def test_divergence_is_loud_and_not_saved(make_config, monkeypatch):
     [
         ({"data": {"files": ()}}, ValueError, "data.files must name at least one text file"),
         ({"data": {"seqlen": 129}}, ValueError, r"data.seqlen must be at most the .* \(128\)"),
-        ({"model": {"folder": None, "preset": "big"}}, ValueError, "model.preset must be one of"),
         ({"model": {"init": "weights"}}, UserError, "safetensors"),
         ({"data": {"tokenizer": "nowhere"}}, UserError, "could not read nowhere"),
     ],
