@@ -41,7 +41,7 @@ from ridgeline.kernels.attention.cute.forward import (
 from ridgeline.kernels.attention.cute.mainloop import Consumer, flat, group_barrier
 from ridgeline.kernels.attention.cute.mask import accumulator_row
 from ridgeline.kernels.attention.cute.pipeline import WARPGROUP_THREADS, Ring
-from ridgeline.kernels.attention.cute.scheduler import NONE, RECORD_WORDS, Work, WorkQueue
+from ridgeline.kernels.attention.cute.scheduler import NONE, Work, WorkQueue
 from ridgeline.kernels.attention.cute.seqlens import Extent
 from ridgeline.kernels.attention.cute.tail import Parts, Tail, tail
 from ridgeline.kernels.attention.cute_sm90_tail_config import QUEUE_WORDS, VECTOR
@@ -80,27 +80,12 @@ class TailGlobals(Globals):
 class PieceQueue(WorkQueue):
     """Hands out pieces, whole tiles among them."""
 
-    @cute.jit
-    def announce(self, position: Int32, work: Piece):
-        """Producer warp: give a piece to the consumers."""
-        self.ring.wait_empty(position)
-        if cute.arch.lane_idx() == 0:
-            record = self.records[self.ring.stage(position), None]
-            record[0], record[1], record[2] = work.block, work.head, work.batch
-            record[3], record[4] = work.count, work.cut
-            record[5], record[6] = work.extent.seqlen_q, work.extent.seqlen_k
-            self.ring.publish(position)
-        cute.arch.sync_warp()
+    def _words(self, work: Work) -> tuple[Any, ...]:
+        assert isinstance(work, Piece)
+        lengths = work.extent.seqlen_q, work.extent.seqlen_k
+        return work.block, work.head, work.batch, work.count, work.cut, *lengths
 
-    @cute.jit
-    def take(self, position: Int32) -> Piece:
-        """Consumer warp: the next piece; one release a warp."""
-        self.ring.wait_full(position)
-        record = self.records[self.ring.stage(position), None]
-        words = [cute.arch.make_warp_uniform(record[i]) for i in range(RECORD_WORDS - 1)]
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            self.ring.release(position)
+    def _work(self, words: list[Any]) -> Piece:
         zero = Int32(0)
         extent = Extent(zero, zero, words[5], words[6])
         return Piece(words[0], words[1], words[2], extent, zero, words[3], words[4])

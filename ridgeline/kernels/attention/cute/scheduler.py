@@ -166,10 +166,9 @@ class WorkQueue:
         self.ring.wait_empty(position)
         if cute.arch.lane_idx() == 0:
             record = self.records[self.ring.stage(position), None]
-            extent = work.extent
-            record[0], record[1], record[2] = work.block, work.head, work.batch
-            record[3], record[4] = extent.offset_q, extent.offset_k
-            record[5], record[6] = extent.seqlen_q, extent.seqlen_k
+            words = self._words(work)
+            for i in cutlass.range_constexpr(RECORD_WORDS - 1):
+                record[i] = words[i]
             self.ring.publish(position)
         cute.arch.sync_warp()
 
@@ -182,6 +181,15 @@ class WorkQueue:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             self.ring.release(position)
+        return self._work(words)
+
+    def _words(self, work: Work) -> tuple[Any, ...]:
+        """A tile as it is written down."""
+        extent = work.extent
+        lengths = extent.offset_q, extent.offset_k, extent.seqlen_q, extent.seqlen_k
+        return work.block, work.head, work.batch, *lengths
+
+    def _work(self, words: list[Any]) -> Work:
         return Work(words[0], words[1], words[2], Extent(*words[3:7]))
 
     @cute.jit
